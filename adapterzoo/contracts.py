@@ -507,7 +507,7 @@ class WeightAdapter(Adapter):
     """An adapter that equals a changed weight, so that it can be merged into the layer.
 
     Attributes:
-        is_additive: whether `weight` adds something that does not depend on the layer, so that
+        is_additive: whether `merged_weight` adds something that does not depend on the layer, so that
             it does not matter which of several such adapters are merged and which are active.
         keeps_weight: whether only the bias changes, so that the layer needs no weight matrix.
         adapts_convolutions: whether it can adapt a convolution too.
@@ -531,15 +531,15 @@ class WeightAdapter(Adapter):
         y, change = base(x), self.trained_weight(w, base) - w
         y = y + base.convolve(x, change.to(x.dtype)).to(y.dtype)
         b = w.new_zeros(len(w)) if base.bias is None else base.bias.to(w.dtype)  # [d_out]
-        changed = self.bias(b, base)
+        changed = self.merged_bias(b, base)
         return y if changed is b else y + base.by_channel(changed - b).to(y.dtype)
 
     def trained_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return `weight`, without the parts that training drops in this call."""
-        return self.weight(w, base)
+        """Return `merged_weight`, without the parts that training drops in this call."""
+        return self.merged_weight(w, base)
 
     @abstractmethod
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight.
 
         Args:
@@ -552,7 +552,7 @@ class WeightAdapter(Adapter):
         """
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
-        """Return A and B with `weight(w, base)` = w + B A, whatever w is; None: there are none.
+        """Return A and B with `merged_weight(w, base)` = w + B A, whatever w is; None: there are none.
 
         A conversion to LoRA takes them as they are, scaling included; without them it takes the
         SVD of the change.
@@ -566,7 +566,7 @@ class WeightAdapter(Adapter):
         """
         return None
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias, for adapters that change it.
 
         Args:

@@ -111,14 +111,14 @@ class EqualEverywhere(LoRA):
 
 @breaks("merge_equals_forward", "stacks")
 class WrongMerge(LoRA):
-    def weight(self, w, base):
-        return w + 1.01 * (super().weight(w, base) - w)
+    def merged_weight(self, w, base):
+        return w + 1.01 * (super().merged_weight(w, base) - w)
 
 
 @breaks("not_finite_refuses_to_merge")
 class SwallowsNan(LoRA):
-    def weight(self, w, base):
-        return super().weight(w, base).nan_to_num()
+    def merged_weight(self, w, base):
+        return super().merged_weight(w, base).nan_to_num()
 
 
 @breaks("stacks")
@@ -346,8 +346,8 @@ class ForgetsAtSave(LoRA):
         y = base(x)
         return y + (super().forward(x, base) - y) * self.signs.to(y.dtype)
 
-    def weight(self, w, base):
-        return w + (super().weight(w, base) - w) * self.signs[:, None]
+    def merged_weight(self, w, base):
+        return w + (super().merged_weight(w, base) - w) * self.signs[:, None]
 
 
 _numbers = itertools.count()

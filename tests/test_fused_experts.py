@@ -33,7 +33,7 @@ class Counted(WeightAdapter):
     def forward(self, x, base):
         return self.factor * base(x)
 
-    def weight(self, w, base):
+    def merged_weight(self, w, base):
         self.asked += 1
         return self.factor * w
 

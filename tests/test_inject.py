@@ -36,10 +36,10 @@ class Times(WeightAdapter):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * base(x)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * w
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * b
 
 
@@ -382,8 +382,8 @@ def test_parts_merge_as_they_act():
     adapter, base = mergeable(made.adapters["a"]), base_of(made)
     merged = nn.Linear(4, 6)
     with torch.no_grad():
-        merged.weight.copy_(adapter.weight(made.weight, base))
-        merged.bias.copy_(adapter.bias(made.bias, base))
+        merged.weight.copy_(adapter.merged_weight(made.weight, base))
+        merged.bias.copy_(adapter.merged_bias(made.bias, base))
     torch.testing.assert_close(merged(X), made(X))
 
 
@@ -392,4 +392,4 @@ def test_what_is_no_change_of_a_weight_is_not_merged():
         mergeable(AddsResidual())
     made = fused(("query", QUERY, AddsResidual()))
     with pytest.raises(StateError, match="AddsResidual"):
-        mergeable(made.adapters["a"]).weight(made.weight, base_of(made))
+        mergeable(made.adapters["a"]).merged_weight(made.weight, base_of(made))

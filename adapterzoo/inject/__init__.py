@@ -302,9 +302,9 @@ def changes(
         w = base.weight.detach().to(widest(base.weight.device))
         if parameter is None and w.dim() == 2:
             b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
-            if not torch.equal(own.bias(b, base), b):
+            if not torch.equal(own.merged_bias(b, base), b):
                 raise StateError(f"the {type(part).__name__} adapter changes the bias too")
-        yield parameter, own.weight(w, base) - w, own.low_rank_factors(w, base)
+        yield parameter, own.merged_weight(w, base) - w, own.low_rank_factors(w, base)
 
 
 def _parts_with_base(

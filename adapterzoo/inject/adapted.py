@@ -381,6 +381,26 @@ class _AdaptedType(type):
         return isinstance(instance, cls._plain)
 
 
+asked_of_layers: dict[str, Callable[[Any], Any]] = {}
+"""Attributes that the peers' code reads at a layer with adapters → what gives the value."""
+
+
+class _Asked:
+    """An attribute of `asked_of_layers`; anything that a layer itself has comes before it."""
+
+    def __init__(self, name: str, answer: Callable[[Any], Any]) -> None:
+        self.name = name
+        self.answer = answer
+
+    def __get__(self, layer: Any, owner: object) -> Any:
+        if layer is None or not layer._link.containers or self.name in layer._modules:
+            raise AttributeError(self.name)
+        found = self.answer(layer)
+        if isinstance(found, Mapping) and not found:
+            raise AttributeError(self.name)
+        return found
+
+
 # one subclass for each class of layers, so that equal layers share a class
 _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
@@ -403,6 +423,8 @@ def _adapted_class(
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
+        taken = {*dir(cls), *parameters, *shown.names}
+        members |= {n: _Asked(n, a) for n, a in asked_of_layers.items() if n not in taken}
         for parameter in dict.fromkeys((*parameters, *shown.names)):
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),

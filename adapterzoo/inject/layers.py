@@ -427,11 +427,11 @@ class FusedAdapters(WeightAdapter):
             y = put_slice(y, part, features, -1)
         return y
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
         for label, features in self.slices.items():
             adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
-            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
+            part = adapter.merged_weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
             w = put_slice(w, part, whole, -2)
         return w
 
@@ -449,12 +449,12 @@ class FusedAdapters(WeightAdapter):
         # the ranks side by side
         return torch.cat([a for a, _ in found], -2), torch.cat([b for _, b in found], -1)
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias of all features, `[d_out]`."""
         for label, features in self.slices.items():
             adapter = mergeable(self._modules[label])
             whole = features or _all_features(b)
-            part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
+            part = adapter.merged_bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
             b = put_slice(b, part, whole, 0)
         return b
 
@@ -524,8 +524,8 @@ def changed(
             return value
         adapter = adapter._modules[parameter]
     elif parameter == "bias":
-        return mergeable(adapter).bias(value, base)
-    w = mergeable(adapter).weight(as_matrix(layer, parameter, value), base)
+        return mergeable(adapter).merged_bias(value, base)
+    w = mergeable(adapter).merged_weight(as_matrix(layer, parameter, value), base)
     return w.mT if stores_transposed(layer, parameter) else w.reshape(value.shape)
 
 

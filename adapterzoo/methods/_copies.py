@@ -23,6 +23,7 @@ Cannot do: layers that are called with more than one input, quantized ones, batc
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
@@ -118,12 +119,12 @@ class LayerCopy(Copy, CopyAdapter):
             out = functional_call(self.layer, cast, (x,))
         return out
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight, `[d_out, d_in]`."""
         own = self._own("weight").to(w.dtype)
         return replaced(w, own.mT if self.transposed else own, base.weight.to(w.dtype))
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias, `[d_out]`."""
         return b if base.bias is None else self.parameter("bias", b, base)
 
@@ -228,14 +229,18 @@ class BiasConfig(AdapterConfig):
         """Return one placement for each of the layers that has a bias.
 
         Raises:
-            SiteError: none has, or one has a bias that is not simply added to its output.
+            SiteError: one has a bias that is not simply added to its output.
+
+        Warns:
+            UserWarning: no layer has a bias.
         """
         wanted = None if self.paths is None else {*self.paths}
         odd = [path for path in anatomy.odd_biases if wanted is None or path in wanted]
         sites = [s for s in anatomy.biases if wanted is None or s.path in wanted]
-        if odd or not sites:
-            what = f"{listing(odd)} do more than add theirs" if odd else "no layer has one to train"
-            raise SiteError(f"bias: {what}. Write bias='none'.")
+        if odd:
+            raise SiteError(f"bias: {listing(odd)} do more than add theirs. Write bias='none'.")
+        if not sites:
+            warnings.warn("bias: no layer has one to train. Write bias='none'.", stacklevel=2)
         return [Placement(site, self, "bias") for site in sites]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OwnBias:
@@ -275,11 +280,11 @@ class OwnBias(Copy):
             change = change.view(-1, *(1 for _ in like.shape[2:]))  # [d_out, *ones]
         return y + change.to(y.dtype)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the weight, which does not change."""
         return w
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias, `[d_out]`."""
         if base.bias is None:
             return b
@@ -425,7 +430,7 @@ class TokenRows(Copy):
             )
         return super().in_slot(slot)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight, `[d, vocab_size]`."""
         own, plain = self.rows.to(w.dtype).mT, base.weight[:, self.tokens].to(w.dtype)
         return w.index_copy(1, self.tokens, replaced(w[:, self.tokens], own, plain))

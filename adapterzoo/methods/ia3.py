@@ -181,7 +181,7 @@ class IA3(WeightAdapter):
         y = base(x)
         return y * base.by_channel(self.scale(y.dtype))
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight diag(ℓ · alpha) w, or w diag(ℓ · alpha), `[d_out, d_in]`."""
         scale = self.scale(w.dtype)
         if not self.scales_input:
@@ -194,7 +194,7 @@ class IA3(WeightAdapter):
         # a convolution has several inputs of one channel
         return w * scale.repeat_interleave(w.shape[-1] // scale.shape[-1], -1).unsqueeze(-2)
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b ⊙ ℓ · alpha `[d_out]`; the input's scale leaves it."""
         return b if self.scales_input else b * self.scale(b.dtype)
 

@@ -30,8 +30,8 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
     """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 
     Attributes:
-        target_modules: names or last parts of paths of norms, or one regular expression for whole
-            paths; None: all norms.
+        target_modules: names or last parts of paths of norms, or of other layers, or one regular
+            expression for whole paths; None: all norms.
         exclude_modules: the same, for those to leave out.
         leave_out: numbers of blocks whose norms are not trained.
     """
@@ -56,8 +56,10 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         Warns:
             UserWarning: a name in `exclude_modules` matches no norm.
         """
-        norms = [site for site in anatomy.others if site.kind == "norm"]
         wanted, out = self.target_modules, self.exclude_modules
+        layers = [s for s in (*anatomy, *anatomy.others) if s.parameter is None]
+        named = [s for s in layers if wanted is not None and matches(s.path, wanted)]
+        norms = named or [site for site in anatomy.others if site.kind == "norm"]
         found = [
             site
             for site in norms

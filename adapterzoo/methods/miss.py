@@ -178,7 +178,7 @@ class Miss(WeightAdapter):
         rows = w.to(dtype).reshape(*D.shape[:-1], -1, r)  # [*experts, shards, r, d_in / r, r]
         return (rows @ D.unsqueeze(-3) + D.unsqueeze(-2)).reshape(w.shape)  # W_gk D_g + D_g
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
             if self.is_bat:

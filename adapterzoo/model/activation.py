@@ -441,6 +441,19 @@ def register(model: AdaptedModel) -> None:
         _models.add(model)
 
 
+def model_of(active: object) -> Any:
+    """Return the model of a state, which the layers of the model share.
+
+    Raises:
+        StateError: it is the state of a replica.
+    """
+    with _models_lock:
+        found = next((model for model in _models if model._active is active), None)
+    if found is None:
+        raise StateError("the layer is one of a replica. Ask the layer of the model itself.")
+    return found
+
+
 def unregister(model: AdaptedModel) -> None:
     """Undo `register`: the model no longer has adapters."""
     with _models_lock:

@@ -294,7 +294,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
             b = b.to(w.dtype)
             for adapter in adapters:
                 if not isinstance(adapter, ExpertAdapters):
-                    b = mergeable(adapter).bias(b, base)
+                    b = mergeable(adapter).merged_bias(b, base)
             if bias is not None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
                 write_finite(own_bias, b, f"the merged bias at {path!r}")

@@ -53,6 +53,7 @@ from .state import (
     fusion_modules,
     heads_of,
     modules_of,
+    token_table,
 )
 
 
@@ -601,12 +602,8 @@ class AdapterModelMixin:
 
     @property
     def loaded_embeddings(self) -> Mapping[str, nn.Embedding]:
-        """All embeddings by name, "default" among them; read-only.
-
-        Raises:
-            StateError: the model has no table of tokens.
-        """
-        return tables.loaded(self)
+        """All embeddings by name, "default" among them; empty without a table of tokens."""
+        return {} if token_table(self) is None else tables.loaded(self)
 
     def add_embeddings(
         self,

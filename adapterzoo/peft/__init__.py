@@ -38,6 +38,7 @@ from adapterzoo.compat.peft.model import (
     AutoPeftModelForTokenClassification,
     PeftModel,
     cast_mixed_precision_params,
+    get_base_model_state_dict,
     get_peft_config,
     get_peft_model,
     get_peft_model_state_dict,
@@ -45,9 +46,11 @@ from adapterzoo.compat.peft.model import (
     load_peft_weights,
     prepare_model_for_kbit_training,
     replace_lora_weights_loftq,
+    set_base_model_state_dict,
     set_peft_model_state_dict,
 )
 from adapterzoo.compat.peft.standins import LAYER_CLASSES, TASK_CLASSES, PeftMixedModel
+from adapterzoo.compat.peft.status import get_layer_status, get_model_status
 from adapterzoo.errors import listing
 
 __all__ = [
@@ -66,6 +69,9 @@ __all__ = [
     "TaskType",
     "__version__",
     "cast_mixed_precision_params",
+    "get_base_model_state_dict",
+    "get_layer_status",
+    "get_model_status",
     "get_peft_config",
     "get_peft_model",
     "get_peft_model_state_dict",
@@ -73,6 +79,7 @@ __all__ = [
     "load_peft_weights",
     "prepare_model_for_kbit_training",
     "replace_lora_weights_loftq",
+    "set_base_model_state_dict",
     "set_peft_model_state_dict",
 ]
 

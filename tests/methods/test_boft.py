@@ -132,7 +132,7 @@ def merged_weight(adapter, layer):
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_the_merged_weight_is_the_layer(m):
     adapter, layer = built(boft_n_butterfly_factor=m), linear()
-    w, b = adapter.weight(layer.weight, base_of(layer)), adapter.bias(layer.bias, base_of(layer))
+    w, b = adapter.merged_weight(layer.weight, base_of(layer)), adapter.merged_bias(layer.bias, base_of(layer))
     torch.testing.assert_close(w.detach(), merged_weight(adapter, layer), rtol=0, atol=1e-12)
     assert torch.equal(b, layer.bias)
 
@@ -140,11 +140,11 @@ def test_the_merged_weight_is_the_layer(m):
 def test_a_bias_that_another_adapter_added_is_scaled():
     adapter, layer = built(), linear()
     added = hidden(24, seed=5)
-    b = adapter.bias(layer.bias + added, base_of(layer))
+    b = adapter.merged_bias(layer.bias + added, base_of(layer))
     s = adapter.boft_s.detach().squeeze(-1)
     torch.testing.assert_close(b.detach(), layer.bias + s * added, rtol=0, atol=1e-14)
     without = linear(bias=False)
-    torch.testing.assert_close(adapter.bias(added, base_of(without)).detach(), s * added)
+    torch.testing.assert_close(adapter.merged_bias(added, base_of(without)).detach(), s * added)
 
 
 @pytest.mark.parametrize("m", [1, 3])
@@ -153,7 +153,7 @@ def test_experts_have_rotations_of_their_own(m):
     adapter = config.build(site(parameter="gate_up_proj", experts=3), CPU, torch.float64)
     assert adapter.boft_R.shape == (3, m, 8, 4, 4)
     w = hidden(3, 24, 32)
-    got = adapter.weight(w, base_of(linear())).detach()
+    got = adapter.merged_weight(w, base_of(linear())).detach()
     for i in range(3):
         W = w[i] @ rot(adapter.boft_R[i].detach()).T * adapter.boft_s[i].detach()
         torch.testing.assert_close(got[i], W, rtol=0, atol=1e-12)
@@ -173,7 +173,7 @@ def test_a_fresh_adapter_changes_no_bit(b, m, dtype):
     y = adapter(x, base_of(layer))
     assert y.dtype is dtype
     assert torch.equal(y, layer(x))
-    assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
+    assert torch.equal(adapter.merged_weight(layer.weight, base_of(layer)), layer.weight)
 
 
 def test_initial_values_other_than_the_identity():
@@ -298,7 +298,7 @@ def test_dropout_acts_in_training_only_and_stops_no_gradient():
     sum(y.sum() for y in outputs).backward()
     off = adapter.boft_R.grad.abs().amax((-2, -1))
     assert (off > 0).double().mean() > 0.8
-    w = adapter.weight(layer.weight, base_of(layer)).detach()
+    w = adapter.merged_weight(layer.weight, base_of(layer)).detach()
     torch.testing.assert_close(w, merged_weight(adapter, layer), rtol=0, atol=1e-12)
 
 

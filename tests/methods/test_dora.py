@@ -220,7 +220,7 @@ def test_a_row_of_zeros_is_the_identity_forward_and_backward(tiny, convention, d
     assert all(bool(g.isfinite().all()) for g in grads)
     assert grads[-1][3] == 0
     with torch.no_grad():
-        merged = module.weight(layer.weight.to(torch.float32), base_of(layer))
+        merged = module.merged_weight(layer.weight.to(torch.float32), base_of(layer))
         assert torch.equal(merged, layer.weight.float())
         # and it can be trained: B moves, and the next steps stay finite
         module.lora_B.add_(0.1)
@@ -272,10 +272,10 @@ def test_autocast_leaves_the_gain_in_float32(tiny):
     with torch.autocast("cpu", torch.bfloat16):
         gain = module.gain(base_of(layer))
         y = module(torch.randn(2, layer.weight.shape[1]), base_of(layer))
-        merged = module.weight(layer.weight, base_of(layer))
+        merged = module.merged_weight(layer.weight, base_of(layer))
     assert torch.equal(gain, expected)
     assert y.dtype is torch.bfloat16
-    assert torch.equal(merged, module.weight(layer.weight, base_of(layer)))
+    assert torch.equal(merged, module.merged_weight(layer.weight, base_of(layer)))
 
 
 # --- merging and stacks ---

@@ -89,8 +89,8 @@ def test_the_output_is_that_of_equation_3(r, alpha, use_rslora):
     s = alpha / (math.sqrt(r) if use_rslora else r)
     w = base.weight + s * lora.lora_B @ lora.lora_A
     torch.testing.assert_close(lora(X, base), X @ w.T + base.bias)
-    torch.testing.assert_close(lora.weight(base.weight, base), w)
-    assert lora.bias(base.bias, base) is base.bias
+    torch.testing.assert_close(lora.merged_weight(base.weight, base), w)
+    assert lora.merged_bias(base.bias, base) is base.bias
 
 
 def test_the_bias_of_b_is_scaled_with_it():
@@ -98,7 +98,7 @@ def test_the_bias_of_b_is_scaled_with_it():
     w = base.weight + 2.0 * lora.lora_B @ lora.lora_A
     b = base.bias + 2.0 * lora.lora_B_bias
     torch.testing.assert_close(lora(X, base), X @ w.T + b)
-    torch.testing.assert_close(lora.bias(base.bias, base), b)
+    torch.testing.assert_close(lora.merged_bias(base.bias, base), b)
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
@@ -112,7 +112,7 @@ def test_the_gate_is_one_number_a_sequence(shape):
     update = 2.0 * x @ (lora.lora_B @ lora.lora_A).T
     torch.testing.assert_close(lora(x, base), base(x) + update * means[..., None])
     with pytest.raises(StateError, match=r"use_gating=True.*Keep it active instead"):
-        lora.weight(base.weight, base)
+        lora.merged_weight(base.weight, base)
 
 
 def test_dropout_is_on_the_way_to_a():

@@ -68,7 +68,7 @@ def test_the_formula(kind, batch):
     adapter, x = built(config), features(*batch, 48)
     expected = x @ (base.weight + change(config, adapter)).T + base.bias
     torch.testing.assert_close(adapter(x, base_of(base)), expected, rtol=1e-12, atol=1e-12)
-    merged = adapter.weight(base.weight, base_of(base))
+    merged = adapter.merged_weight(base.weight, base_of(base))
     torch.testing.assert_close(merged, base.weight + change(config, adapter), rtol=0, atol=1e-13)
     if batch == (5,):
         assert (expected - base(x)).abs().max() > 0.01

@@ -98,7 +98,7 @@ def test_it_is_the_formula_with_a_dense_weight(form, bias):
 def test_the_merged_weight_is_the_layer(form):
     adapter, layer = built(**FORMS[form]), linear()
     before = layer.weight.clone()
-    w = adapter.weight(layer.weight, base_of(layer)).detach()
+    w = adapter.merged_weight(layer.weight, base_of(layer)).detach()
     expected = changed(adapter.miss_block.detach(), before)
     torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
     assert torch.equal(layer.weight, before)
@@ -112,7 +112,7 @@ def test_experts_have_matrices_of_their_own(form):
     class Base:
         weight = w
 
-    got = adapter.weight(w, Base() if adapter.is_bat else base_of(layer)).detach()
+    got = adapter.merged_weight(w, Base() if adapter.is_bat else base_of(layer)).detach()
     for i in range(3):
         expected = changed(adapter.miss_block[i].detach(), w[i])
         torch.testing.assert_close(got[i], expected, rtol=0, atol=1e-12)
@@ -140,7 +140,7 @@ def test_a_fresh_adapter_changes_no_bit(form, dtype):
     y = adapter(x, base_of(layer))
     assert y.dtype is dtype
     assert torch.equal(y, layer(x))
-    assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
+    assert torch.equal(adapter.merged_weight(layer.weight, base_of(layer)), layer.weight)
 
 
 def test_random_first_values():
@@ -253,7 +253,7 @@ def test_a_sum_of_adapters_adds_their_changes(kind, tiny):
     model.average_adapter("sum", ["a", "b"], weights=[0.5, -2.0], normalize_weights=False)
     layer = model.base_model.encoder.layer[0].attention.self.query
     changes = {
-        name: adapter.weight(layer.weight, base_of(layer)).detach() - layer.weight.detach()
+        name: adapter.merged_weight(layer.weight, base_of(layer)).detach() - layer.weight.detach()
         for name, adapter in layer.adapters.items()
     }
     expected = 0.5 * changes["a"] - 2.0 * changes["b"]

@@ -114,7 +114,7 @@ def test_it_is_the_formula_with_a_dense_rotation(form, b, bias):
 def test_the_merged_weight_is_the_layer(form):
     fields, meant = FORMS[form]
     adapter, layer = built(oft_block_size=4, **fields), linear()
-    w = adapter.weight(layer.weight, base_of(layer)).detach()
+    w = adapter.merged_weight(layer.weight, base_of(layer)).detach()
     expected = layer.weight @ rot(adapter.oft_R.detach(), 32, 4, **meant).T
     torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
     assert (w - layer.weight).abs().max() > 1e-3
@@ -130,7 +130,7 @@ def test_an_embedding_is_rotated_at_its_output(form):
     Rot = rot(adapter.oft_R.detach(), 32, 4, **meant)
     y = adapter(tokens, base_of(table))
     torch.testing.assert_close(y, table(tokens) @ Rot, rtol=0, atol=1e-12)
-    w = adapter.weight(table.weight.T, base_of(table)).detach()  # [d_out, tokens]
+    w = adapter.merged_weight(table.weight.T, base_of(table)).detach()  # [d_out, tokens]
     torch.testing.assert_close(w.T, table.weight @ Rot, rtol=0, atol=1e-12)
 
 
@@ -141,7 +141,7 @@ def test_experts_have_rotations_of_their_own(form):
     adapter = built(at=at, oft_block_size=4, **fields)
     assert adapter.oft_R.shape == (3, 1 if form == "shared" else 8, 6)
     w = hidden(3, 24, 32)
-    got = adapter.weight(w, base_of(linear())).detach()
+    got = adapter.merged_weight(w, base_of(linear())).detach()
     for i in range(3):
         W = w[i] @ rot(adapter.oft_R[i].detach(), 32, 4, **meant).T
         torch.testing.assert_close(got[i], W, rtol=0, atol=1e-12)
@@ -201,7 +201,7 @@ def test_a_fresh_adapter_changes_no_bit(form, dtype):
     y = adapter(x, base_of(layer))
     assert y.dtype is dtype
     assert torch.equal(y, layer(x))
-    assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
+    assert torch.equal(adapter.merged_weight(layer.weight, base_of(layer)), layer.weight)
     y.float().sum().backward()
     assert adapter.oft_R.grad.isfinite().all()
 
@@ -259,7 +259,7 @@ def test_dropout_replaces_that_many_blocks(p, count, shared):
     if count:
         assert (hits / hits.sum() * 8 - 1).abs().max() < 0.25
     torch.testing.assert_close(adapter.eval()(x, base_of(layer)), whole, rtol=0, atol=1e-12)
-    w = adapter.train().weight(layer.weight, base_of(layer)).detach()
+    w = adapter.train().merged_weight(layer.weight, base_of(layer)).detach()
     torch.testing.assert_close(w, rot(adapter.oft_R.detach(), 32, 4).T, rtol=0, atol=1e-12)
 
 

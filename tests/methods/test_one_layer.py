@@ -77,7 +77,7 @@ def of_weight(adapter, x, w, bias):
     x, w, bias = x.double(), w.double(), bias.double()
     p = {name: value.double() for name, value in adapter.named_parameters()}
     if "boft_R" in p or "oft_R" in p:
-        merged = adapter.double().weight(w, None)
+        merged = adapter.double().merged_weight(w, None)
         return x @ merged.T + bias
     whole = w + adapter.scaling * p["lora_B"] @ p["lora_A"]
     if "m" in p:

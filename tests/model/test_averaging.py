@@ -266,7 +266,7 @@ def test_the_change_keeps_its_size_at_any_rank(tiny, alpha):
         u, s, v = torch.linalg.svd(sum(change(each) for each in both) / 2)
         close(change(module), u[:, :2] * s[:2] @ v[:2], 1e-10)
         zero = torch.zeros_like(module.lora_B_bias)
-        close(module.bias(zero, None), sum(each.bias(zero, None) for each in both) / 2, 1e-12)
+        close(module.merged_bias(zero, None), sum(each.merged_bias(zero, None) for each in both) / 2, 1e-12)
 
 
 # --- formulas ---

@@ -10,13 +10,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils.hub import PushToHubMixin
 
 from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
@@ -26,6 +27,7 @@ from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.inject.adapted import container_of, set_class
+from adapterzoo.inject.building import plain_state
 from adapterzoo.inject.layers import packing_of
 from adapterzoo.model import (
     AdapterModelMixin,
@@ -37,7 +39,7 @@ from adapterzoo.model import (
     training,
 )
 from adapterzoo.model.activation import refuse_merged
-from adapterzoo.model.hf import adapter_folders
+from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
 from adapterzoo.model.hf.info import name_of
@@ -120,9 +122,14 @@ class PeftModel(metaclass=ModelType):
     _hf_peft_config_loaded = True
     _is_saved_for_peft = True
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        """Find what PEFT's wrappers hold: `base_model`, and `model` in that, are the model."""
+        try:
+            return cast("Any", super()).__getattr__(name)
+        except AttributeError:
+            if name not in ("base_model", "model"):
+                raise
+        return self
 
     @classmethod
     def from_pretrained(
@@ -154,6 +161,7 @@ class PeftModel(metaclass=ModelType):
         with plain_on_error(model):
             made = as_peft(model)
             made.load_adapter(model_id, adapter_name, is_trainable, config=config, **kwargs)
+        saving.set_mode(made, adapter_name, is_trainable)
         if not is_trainable:
             made.eval()
             made.requires_grad_(False)
@@ -417,6 +425,19 @@ class PeftModel(metaclass=ModelType):
         """The dtype of the base model."""
         return dtype_of(self)
 
+    def get_layer_status(self) -> Any:
+        """Return the adapters of each layer: `get_layer_status(model)`."""
+        # late: it asks for PEFT's classes of layers, which are below this class
+        from . import status
+
+        return status.get_layer_status(cast("Any", self))
+
+    def get_model_status(self) -> Any:
+        """Return the adapters of the model: `get_model_status(model)`."""
+        from . import status
+
+        return status.get_model_status(self)
+
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Return a context in which the base model is used; merged adapters are unmerged in it."""
@@ -517,8 +538,9 @@ def as_peft(model: Any) -> Any:
     """Give a model the methods of `PeftModel`."""
     if not isinstance(model, AdapterModelMixin):
         init(model)
-    if not isinstance(model, PeftModel):
+    if type(model).__mro__[1] is not PeftModel:
         set_class(cast("Any", model), _class_of(cast("Any", type(model))))
+        owned.own(model, PeftModel, owned.WHOLE)
     return model
 
 
@@ -526,7 +548,9 @@ def as_peft(model: Any) -> Any:
 def _class_of(cls: Any) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (PeftModel, cls), members)
+    more = () if hasattr(cls, "push_to_hub") else (PushToHubMixin,)
+    made: Any = type(PeftModel)
+    return cast("type[Any]", made(cls.__name__, (PeftModel, cls, *more), members))
 
 
 def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -647,7 +671,7 @@ def inject_adapter_in_model(
 
 
 class LoadResult(NamedTuple):
-    """What did not fit: always nothing, as a difference is an error."""
+    """What did not fit; of an adapter always nothing, as a difference is an error."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -674,12 +698,13 @@ def get_peft_model_state_dict(
         CheckpointError: PEFT has no such adapter.
         UnknownNameError: the adapter is unknown.
     """
-    own: Any = unwrapped(model)
-    with with_values(own, adapter_name, state_dict):
+    with saving.whole(model) as own, with_values(own, adapter_name, state_dict):
         found: dict[str, Tensor] = dict(encoded(own, adapter_name)[1])
-        if state_dict is not None:
+        found |= embedding_tensors(own, save_embedding_layers)
+        if state_dict is not None or own is not model:
+            # the values last as long as the block
             found = {key: tensor.detach().clone() for key, tensor in found.items()}
-    return {**found, **embedding_tensors(own, save_embedding_layers)}
+    return found
 
 
 @names_call
@@ -713,6 +738,42 @@ def set_peft_model_state_dict(
     own: Any = unwrapped(model)
     fill(own, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+@names_call
+def get_base_model_state_dict(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of the base model, by the keys that it has without adapters.
+
+    Args:
+        model: with adapters.
+    """
+    return {key: tensor.detach() for key, tensor in plain_state(unwrapped(model)).items()}
+
+
+@names_call
+def set_base_model_state_dict(
+    model: Any, state_dict: Mapping[str, Tensor], strict: bool = True
+) -> Any:
+    """Give the base model other values; adapters keep theirs.
+
+    Args:
+        model: with adapters.
+        state_dict: by the keys of the base model.
+        strict: whether all keys are needed, and no others.
+
+    Returns:
+        The keys that are missing, and those that are not of the base model.
+
+    Raises:
+        RuntimeError: a shape differs, or `strict` and a key; as of `load_state_dict`.
+    """
+    own = unwrapped(model)
+    base = plain_state(own)
+    missing, other = [k for k in base if k not in state_dict], [*state_dict.keys() - base.keys()]
+    if strict and (missing or other):
+        raise RuntimeError(f"keys that are missing: {missing}; that the model lacks: {other}")
+    nn.Module.load_state_dict(own, {k: t for k, t in state_dict.items() if k in base}, strict=False)
+    return LoadResult(missing, other)
 
 
 @names_call

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig
 
+from adapterzoo.anatomy import unwrapped
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats import files
 from adapterzoo.formats import peft as format_of_peft
@@ -70,6 +72,19 @@ def keep(model: Any, name: str, given: Any) -> None:
     vars(model).setdefault("_peft_configs", {})[name] = Kept(own, given, before)
 
 
+def set_mode(model: Any, name: str, is_trainable: bool) -> None:
+    """Let the config of an adapter say whether it is only used; its file says that always.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+        is_trainable: whether it is trained.
+    """
+    configs_of(model)[name].inference_mode = not is_trainable
+    kept: Kept = vars(model)["_peft_configs"][name]
+    kept.before = {**kept.before, "inference_mode": not is_trainable}
+
+
 def configs_of(model: Any) -> dict[str, PeftConfig]:
     """Return PEFT's config of each adapter: the user's object, or one made from the adapter."""
     kept: dict[str, Kept] = vars(model).setdefault("_peft_configs", {})
@@ -79,6 +94,20 @@ def configs_of(model: Any) -> dict[str, PeftConfig]:
         if name not in kept or kept[name].own is not model._adapter_state.find(name).config:
             keep(model, name, from_values(encoded(model, name)[0], {}))
     return {name: each.given for name, each in kept.items()}
+
+
+@contextlib.contextmanager
+def whole(model: Any) -> Iterator[Any]:
+    """Yield a model without what torch wraps around it; FSDP1 gathers its parameters for the block.
+
+    Args:
+        model: with adapters, or a wrapper of it.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            yield model.module
+    else:
+        yield unwrapped(model)
 
 
 @contextlib.contextmanager

@@ -6,18 +6,18 @@ their own: `isinstance` asks what a model or a layer has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from adapterzoo.contracts import Adapter
 from adapterzoo.formats.peft.reading import task_of
-from adapterzoo.inject.adapted import Adapted, adapters_of
-from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
 from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.model.sharding import class_name
 from adapterzoo.spelling import peft_spellings
 
+from .layers import parts_of
 from .model import ModelType, PeftModel
 
 
@@ -59,25 +59,11 @@ TASK_CLASSES = {
 # --- layers ---
 
 
-def _parts(layer: object) -> Iterator[nn.Module]:
-    """Yield the adapters of a layer, those of its parts one by one."""
-    for adapter in adapters_of(layer).values() if isinstance(layer, Adapted) else ():
-        yield from _leaves(adapter)
-
-
-def _leaves(adapter: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(adapter, (ExpertAdapters, FusedAdapters)):
-        for part in adapter.children():
-            yield from _leaves(part)
-    else:
-        yield adapter
-
-
 def _layer_class(name: str, *kinds: type[nn.Module]) -> type[Any]:
     """Return PEFT's class of layers that have an adapter of some kinds."""
 
     def takes(_cls: object, layer: object) -> bool:
-        return any(isinstance(part, kinds) for part in _parts(layer))
+        return any(isinstance(part, kinds) for _, part in parts_of(layer))
 
     return _made(name, takes)
 
@@ -95,10 +81,19 @@ _LAYERS: Mapping[str, str] = {
 LAYER_CLASSES = {
     "BaseTunerLayer": _made(
         "BaseTunerLayer",
-        lambda _cls, layer: any(not isinstance(p, (LayerCopy, TokenRows)) for p in _parts(layer)),
+        lambda _cls, layer: any(
+            isinstance(p, Adapter) and not isinstance(p, (LayerCopy, TokenRows))
+            for _, p in parts_of(layer)
+        ),
     ),
     "AuxiliaryTrainingWrapper": _layer_class("AuxiliaryTrainingWrapper", LayerCopy, TokenRows),
-    "ModulesToSaveWrapper": _layer_class("ModulesToSaveWrapper", LayerCopy),
+    # a copy of a static head is a plain layer
+    "ModulesToSaveWrapper": _made(
+        "ModulesToSaveWrapper",
+        lambda _cls, layer: any(
+            isinstance(p, LayerCopy) or not isinstance(p, Adapter) for _, p in parts_of(layer)
+        ),
+    ),
     "TrainableTokensWrapper": _layer_class("TrainableTokensWrapper", TokenRows),
     **{name: _layer_class(name, *_kinds_of(kind)) for name, kind in _LAYERS.items()},
 }

@@ -187,13 +187,13 @@ class Magnitudes(LowRankUpdate):
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
         factors = self.update_factors(base)
         direction = direction_reference(base.weight, *factors, self.scaling)
         return w + (self.gain(base, factors).unsqueeze(-1) * direction - base.weight)
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias `[d_out]`: the layer's, times g in the convention of adapters."""
         if not self.adapterhub or base.bias is None:
             return b

@@ -393,7 +393,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         with exactly(a.device):
             return b @ a
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
 
         Raises:

@@ -386,7 +386,7 @@ class LoRA(LowRank):
         scaling, one = tuple(each.scaling for each in adapters), adapters[0]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
 
         Raises:
@@ -395,9 +395,9 @@ class LoRA(LowRank):
         if self.invocation is not None or self.gate is not None:
             name = "alora_invocation_tokens=[…]" if self.invocation else "use_gating=True"
             raise StateError(f"{name} depends on its input. Keep it active instead.")
-        return super().weight(w, base)
+        return super().merged_weight(w, base)
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""
         return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)
 

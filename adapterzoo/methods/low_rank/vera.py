@@ -270,7 +270,7 @@ class Vera(Projected):
         scaling, one = [adapter.scaling for adapter in adapters], adapters[0]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · Λ_b B Λ_d A, `[*experts, d_out, d_in]`."""
         with exactly(w.device):
             a, b = self.factors(base, w)

@@ -18,6 +18,7 @@ Cannot do: embeddings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -33,7 +34,7 @@ from adapterzoo.methods._init import constant, drawn, dtype_named, generator, ka
 from adapterzoo.methods._peft import only_native, rows_of, whole_width
 from adapterzoo.spelling import PeftPart, Tensors, spelled
 
-from .lycoris import Lycoris, LycorisConfig, peft_spelling
+from .lycoris import THIRD, Lycoris, LycorisConfig, peft_spelling, tucker
 
 
 @method_config("loha")
@@ -59,6 +60,9 @@ class LoHa(Lycoris):
     Attributes:
         hada_w1_a: `[d_out, r]`, with experts in front where the site has them; hada_w2_a too.
         hada_w1_b: `[r, d_in]`, likewise; hada_w2_b too.
+        hada_t1: the third factor of the first product at a convolution, `[r, r, kernel]`, with which
+            hada_w1_a is `[r, d_out]` and hada_w1_b `[r, channels]`; hada_t2 likewise.
+        thirds: the names of the third factors, if there are any.
         is_low_rank: whether the forward is that of rank r².
     """
 
@@ -86,10 +90,17 @@ class LoHa(Lycoris):
             fill = constant(0.0) if zero else kaiming(source)
             return drawn((*site.lead, *shape), fill, device, dtype)
 
-        self.hada_w1_a, self.hada_w1_b = made(site.d_out, rank), made(rank, site.d_in)
-        self.hada_w2_a = made(site.d_out, rank)
-        self.hada_w2_b = made(rank, site.d_in, zero=config.init_weights)
         self.is_low_rank = rank**2 * (site.d_in + site.d_out) < site.d_in * site.d_out
+        rows, columns = (site.d_out, rank), (rank, site.d_in)
+        self.thirds: tuple[str, ...] = ()
+        if self.has_third(config, site):
+            kernel, self.is_low_rank = math.prod(site.kernel), False
+            rows, columns = (rank, site.d_out), (rank, site.d_in // kernel)
+            self.hada_t1, self.hada_t2 = made(rank, rank, kernel), made(rank, rank, kernel)
+            self.thirds = "hada_t1", "hada_t2"
+        self.hada_w1_a, self.hada_w1_b = made(*rows), made(*columns)
+        self.hada_w2_a = made(*rows)
+        self.hada_w2_b = made(*columns, zero=config.init_weights)
 
     def factors(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return A `[*experts, r², d_in]` and B `[*experts, d_out, r²]` with ΔW = B A."""
@@ -99,15 +110,22 @@ class LoHa(Lycoris):
         one, two = self.hada_w1_a.to(like), self.hada_w2_a.to(like)
         return a, (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(-2)
 
-    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A and s · B, without dropout."""
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return A and s · B, without dropout; None with third factors."""
+        if self.thirds:
+            return None
         a, b = self.factors(w)
         return a, self.scaling * b
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
-        one = self.hada_w1_a.to(dtype) @ self.hada_w1_b.to(dtype)
-        return one * (self.hada_w2_a.to(dtype) @ self.hada_w2_b.to(dtype))
+        a1, b1, a2, b2 = (
+            t.to(dtype) for t in (self.hada_w1_a, self.hada_w1_b, self.hada_w2_a, self.hada_w2_b)
+        )
+        if not self.thirds:
+            return (a1 @ b1) * (a2 @ b2)
+        one = tucker(self.hada_t1.to(dtype), a1, b1)
+        return one * tucker(self.hada_t2.to(dtype), a2, b2)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -160,8 +178,9 @@ spelled(
     peft_spelling(
         "LOHA",
         "LoHaConfig",
-        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
         {},
+        convolution_shapes={"hada_t1": THIRD, "hada_t2": THIRD},
         join=_join,
     )
 )(LoHaConfig)

@@ -45,7 +45,7 @@ from adapterzoo.methods._init import constant, drawn, dtype_named, generator, ka
 from adapterzoo.methods._peft import ours
 from adapterzoo.spelling import KERNEL, PeftLayer, Tensors, spelled
 
-from .lycoris import Lycoris, LycorisConfig, not_in_peft, peft_spelling
+from .lycoris import THIRD, Lycoris, LycorisConfig, not_in_peft, peft_spelling, tucker
 
 
 @method_config("lokr")
@@ -80,7 +80,9 @@ class LoKr(Lycoris):
     Attributes:
         names: of the parameters: `lokr_w1` `[p, m]`, or `lokr_w1_a` `[p, r]` and `lokr_w1_b`
             `[r, m]`; `lokr_w2` `[q, n]`, or `lokr_w2_a` `[q, r]` and `lokr_w2_b` `[r, n]`; with
-            experts in front where the site has them.
+            experts in front where the site has them. At a convolution n counts the inputs of all
+            places, or a third factor `lokr_t2` `[r, r, kernel]` has the places, with w2_a `[r, q]`
+            and w2_b `[r, n]`.
     """
 
     scaled = ("lokr_w1", "lokr_w1_a")
@@ -107,13 +109,16 @@ class LoKr(Lycoris):
             divided(width, config.decompose_factor) for width in (self.d_out, self.d_in // field)
         )
         is_narrow = config.decompose_both and r < max(p, m) / 2, r < max(q, n) / 2
-        shapes: dict[str, tuple[int, int]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         # w2 has all inputs of one position of a convolution
         sizes = (p, m), (q, n * field)
         for name, (rows, columns), narrow in zip(
             ("lokr_w1", "lokr_w2"), sizes, is_narrow, strict=True
         ):
+            parts: dict[str, tuple[int, ...]]
             parts = {f"{name}_a": (rows, r), f"{name}_b": (r, columns)}
+            if name == "lokr_w2" and self.has_third(config, site):
+                parts = {"lokr_w2_a": (r, q), "lokr_w2_b": (r, n), "lokr_t2": (r, r, field)}
             shapes |= parts if narrow else {name: (rows, columns)}
         zero = {True: ("lokr_w1", "lokr_w1_a"), "lycoris": ("lokr_w2", "lokr_w2_b"), False: ()}
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
@@ -135,6 +140,9 @@ class LoKr(Lycoris):
         # a replica holds plain tensors, which `get_parameter` refuses
         own: list[Tensor] = [getattr(self, name) for name in self.names]
         count = sum(name.startswith("lokr_w1") for name in self.names)
+        if "lokr_t2" in self.names:
+            *sides, a, b, t = own
+            return sides, [tucker(t, a, b)]
         return own[:count], own[count:]
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
@@ -254,13 +262,13 @@ spelled(
     peft_spelling(
         "LOKR",
         "LoKrConfig",
-        [name for side in _FORMS for form in side for name in form],
+        [*(name for side in _FORMS for form in side for name in form), "lokr_t2"],
         {
             "decompose_both": ours(False, "decompose_both", FLAG),
             "decompose_factor": ours(-1, "decompose_factor", Range(-1, MAX_WIDTH)),
             "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
         },
-        convolution_shapes={"lokr_w2": KERNEL},
+        convolution_shapes={"lokr_w2": KERNEL, "lokr_t2": THIRD},
         read=_read,
         unsayable=_unsayable,
     )

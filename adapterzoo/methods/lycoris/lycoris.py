@@ -7,6 +7,7 @@ methods differ in ΔW. In training `rank_dropout` drops rows of ΔW, the same fo
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
@@ -17,9 +18,9 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.config import (
     FACTOR,
+    FLAG,
     SEED,
     AdapterConfig,
-    Choice,
     Placement,
     Share,
     config_class,
@@ -39,7 +40,7 @@ from adapterzoo.methods._targets import (
 )
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
-from adapterzoo.spelling import Fields, PeftOutput, PeftSpelling
+from adapterzoo.spelling import ConvolutionShape, Fields, PeftOutput, PeftSpelling
 
 
 @config_class
@@ -55,7 +56,8 @@ class LycorisConfig(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
         rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
         module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
-        use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
+        use_effective_conv2d: whether a convolution with a kernel above 1 has a third factor for its
+            places; other layers have none.
     """
 
     training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
@@ -68,7 +70,7 @@ class LycorisConfig(TargetedConfig):
     dtype: str | None = field(None, DTYPE)
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
-    use_effective_conv2d: bool = field(False, Choice(False))
+    use_effective_conv2d: bool = False
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -126,6 +128,10 @@ class Lycoris(WeightAdapter):
         self.d_in, self.d_out = site.d_in, site.d_out
         check_site(config, site, "rank_dropout", "module_dropout")
 
+    def has_third(self, config: LycorisConfig, site: Site) -> bool:
+        """Return whether the site has a third factor, see `use_effective_conv2d`."""
+        return config.use_effective_conv2d and math.prod(site.kernel) > 1
+
     @abstractmethod
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
@@ -153,7 +159,7 @@ class Lycoris(WeightAdapter):
             kept = kept * (torch.rand(1, device=like.device) >= self.module_dropout)
         return kept
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · ΔW, `[*experts, d_out, d_in]`."""
         with exactly(w.device):
             return w + self.scaling * self.delta(w.dtype)
@@ -163,6 +169,31 @@ class Lycoris(WeightAdapter):
         change, kept = self.scaling * self.delta(w.dtype), self.kept_rows(w)
         return w + (change if kept is None else change * kept.unsqueeze(-1))
 
+
+def tucker(t: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return Σ t[i, j] ⊗ a[i] ⊗ b[j], a matrix of a convolution.
+
+    Args:
+        t: `[r, r, kernel]`, the third factor.
+        a: `[r, d_out]`.
+        b: `[r, channels]`.
+
+    Returns:
+        `[d_out, channels · kernel]`.
+    """
+    product: Tensor = torch.einsum("ijk,ip,jc->pck", t, a, b)  # [d_out, channels, kernel]
+    return product.flatten(1)
+
+
+def _third(t: Tensor, site: Site) -> Tensor:
+    """Return the third factor as PEFT stores it, of a 1-D convolution with a last dimension 1."""
+    sizes = site.kernel if len(site.kernel) > 1 else (*site.kernel, 1)
+    stored: Tensor = t.unflatten(2, sizes)  # [r, r, *kernel]
+    return stored
+
+
+THIRD = ConvolutionShape(lambda t, _layer: t.flatten(2), _third)
+"""`[r, r, kernel]`, in PEFT's files `[r, r, *kernel]`."""
 
 FIELDS = {
     "r": ours(8, "r", RANK),
@@ -195,7 +226,7 @@ def peft_spelling(
         **extra,
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
-        "use_effective_conv2d": ours(False, "use_effective_conv2d"),
+        "use_effective_conv2d": ours(False, "use_effective_conv2d", FLAG),
         "init_weights": ours(True, "init_weights"),
     }
     return lambda config: PeftSpelling(
@@ -229,4 +260,4 @@ def _written(layer: PeftOutput, said: Fields) -> Fields:
         rank = layer.tensors["hada_w1_a"].shape[1]
     alpha = config.scaling_at(path) * rank
     alpha = int(alpha) if alpha == int(alpha) else alpha
-    return {**said, "r": rank, "alpha": alpha, "use_effective_conv2d": False}
+    return {**said, "r": rank, "alpha": alpha}

@@ -104,7 +104,7 @@ _PREFIX_ARGUMENTS = PeftArguments(
         "prefix_projection": PeftArgument(
             False, "flat", {True: False, False: True}, "legal are True and False."
         ),
-        "init_weights": PeftArgument(hint="a prefix starts at random. Leave it out."),
+        "init_weights": ours(None, "init_weights"),
     },
     implied={
         "positions": "shifted",

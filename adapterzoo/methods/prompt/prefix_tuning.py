@@ -35,6 +35,7 @@ from adapterzoo.config import (
     SEED,
     Choice,
     Layers,
+    Maybe,
     Placement,
     Range,
     Share,
@@ -53,7 +54,16 @@ from adapterzoo.contracts import (
 )
 from adapterzoo.errors import SiteError
 from adapterzoo.methods._copies import ConfigWithCopies
-from adapterzoo.methods._init import DTYPE, drawn, dtype_named, generator, kaiming, normal, uniform
+from adapterzoo.methods._init import (
+    DTYPE,
+    constant,
+    drawn,
+    dtype_named,
+    generator,
+    kaiming,
+    normal,
+    uniform,
+)
 from adapterzoo.methods._parts import Affine, Gate
 from adapterzoo.spelling import spelled
 
@@ -76,6 +86,7 @@ class PrefixTuningConfig(ConfigWithCopies):
         dropout: probability, 0 to below 1, of dropping a value of T.
         use_gating: whether the keys and values of each attention have a gate.
         shared_gating: whether keys and values share the gate.
+        init_weights: None: the values of the prefix are normal; "zero": they are zero.
         init_weights_seed: makes the initial values reproducible.
         convention: "paper"; "peft": layers of a decoder beside an encoder share keys and values;
             or "adapterhub": a gate reads all tokens of the call, padding included; a relative
@@ -99,6 +110,7 @@ class PrefixTuningConfig(ConfigWithCopies):
     dropout: float = field(0.0, Share())
     use_gating: bool = False
     shared_gating: bool = field(True, needs="use_gating=True")
+    init_weights: str | None = field(None, Maybe(Choice("zero")))
     init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub", "peft"))
     positions: str = field("kept", Choice("kept", "shifted"))
@@ -285,7 +297,8 @@ class PrefixTable(nn.Module):
         self.dropout: float = config.dropout
         self.activation = activation(config.non_linearity)
         if config.flat:
-            self.table = drawn((P, width), normal(1.0, source), device, dtype)
+            fill = constant(0.0) if config.init_weights == "zero" else normal(1.0, source)
+            self.table = drawn((P, width), fill, device, dtype)
             return
         self.register_parameter("table", None)
         self.wte = drawn((P, d), normal(1.0, source), device, dtype)
@@ -297,6 +310,9 @@ class PrefixTable(nn.Module):
             return Affine(drawn((d_out, d_in), fresh, device, dtype), bias)
 
         self.down, self.up = layer(m, d), layer(width, m)
+        if config.init_weights == "zero":
+            for parameter in self.up.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, path: str, size: int) -> Tensor:
         """Return the columns `[P, size]` of an attention's keys and values."""

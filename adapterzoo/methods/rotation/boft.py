@@ -158,7 +158,7 @@ class BOFT(Rotating):
             merged = butterfly(w, Q, transposed=True)
         return (merged * self.boft_s).to(w.dtype)
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+    def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias `[d_out]`: the layer's own stays, additions to it are scaled."""
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)

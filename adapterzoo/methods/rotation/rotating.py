@@ -37,9 +37,9 @@ class Rotating(WeightAdapter):
 
     @abstractmethod
     def turned(self, w: Tensor, base: BaseLayer, dropout: float) -> Tensor:
-        """Return the rotated weight, see `weight`; with `dropout` as in `folded`."""
+        """Return the rotated weight, see `merged_weight`; with `dropout` as in `folded`."""
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight, `[*experts, d_out, d_in]`."""
         return self.turned(w, base, 0.0)
 

@@ -19,6 +19,8 @@ from transformers.integrations.peft import PeftAdapterMixin
 from adapterzoo.inject.adapted import set_class
 
 _OWNER = "_adapter_owner"
+WHOLE = "model"
+"""PEFT's name, in its wrapper, of the model that is wrapped."""
 
 
 class Owner:
@@ -53,24 +55,29 @@ class OwnedType(type):
     """The type of the classes of owned base models: pickled by what they are made from."""
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
-def own(model: Any, mixin: type) -> None:
+def own(model: Any, mixin: type, *more: str) -> None:
     """Let a base model take the calls for adapters; a model that is its own has them anyway.
 
     Args:
         model: with adapters.
         mixin: its public members are taken over, without those that every model of transformers
             has.
+        *more: other attributes of the model; `WHOLE` for the model itself.
     """
     base = getattr(model, "base_model", model)
     if base is model or not isinstance(base, PreTrainedModel):
         return
-    if _OWNER not in vars(base):
-        plain = {n for c in PreTrainedModel.__mro__ if c is not PeftAdapterMixin for n in vars(c)}
-        names = (n for n in vars(mixin) if not n.startswith("_") and n not in plain)
-        set_class(base, _owned(type(base), tuple(names)))
+    plain = {n for c in PreTrainedModel.__mro__ if c is not PeftAdapterMixin for n in vars(c)}
+    names = [n for n in vars(mixin) if not n.startswith("_") and n not in plain]
+    cls = type(base)
+    if _OWNER in vars(base):
+        # another mixin has been taken over before
+        names, cls = [*_names_of(cls), *names], cls.__mro__[1]
+    names += [name for name in more if name not in base._modules]
+    set_class(base, _owned(cls, tuple(dict.fromkeys(names))))
     vars(base)[_OWNER] = Owner(model)
 
 
@@ -107,16 +114,19 @@ def disown(model: Any) -> None:
 
 
 def _owned(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    if cls not in _classes:
+    if (cls, names) not in _classes:
         made: Any = OwnedType(cls.__name__, (cls,), {name: _forwarded(name) for name in names})
         made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
-        _classes[cls] = made
-    return _classes[cls]
+        _classes[cls, names] = made
+    return _classes[cls, names]
+
+
+def _names_of(made: type) -> tuple[str, ...]:
+    return tuple(name for name, member in vars(made).items() if isinstance(member, property))
 
 
 def _by_parts(made: OwnedType) -> tuple[Any, ...]:
-    names = tuple(name for name, member in vars(made).items() if isinstance(member, property))
-    return _owned, (made.__mro__[1], names)
+    return _owned, (made.__mro__[1], _names_of(made))
 
 
 copyreg.pickle(OwnedType, _by_parts)
@@ -129,4 +139,6 @@ def _forwarded(name: str) -> property:
     def put(base: nn.Module, value: object) -> None:
         setattr(owner(base), name, value)
 
+    if name == WHOLE:
+        return property(owner)
     return property(lambda base: getattr(owner(base), name), put)

@@ -31,13 +31,19 @@ def hotswap_adapter(
 
 @names_call
 def prepare_model_for_compiled_hotswap(
-    model: Any, *, target_rank: int, check_compiled: Literal["error", "warn", "ignore"] = "ignore"
+    model: Any,
+    *,
+    target_rank: int | None = None,
+    config: Any = None,
+    check_compiled: Literal["error", "warn", "ignore"] = "ignore",
 ) -> None:
     """Give all adapters one rank, so that later ones of any lower rank fit without compiling.
 
     Args:
         model: with adapters, before it is compiled.
-        target_rank: the largest rank of all adapters.
+        target_rank: the largest rank of all adapters; None: that of the adapters of the model.
+        config: of PEFT, or several by name; has no effect: nothing is needed, as the model has its
+            configs.
         check_compiled: "error": refuse if the model has adapters; "warn" or "ignore": give
             these the rank too.
 
@@ -45,4 +51,7 @@ def prepare_model_for_compiled_hotswap(
         ConfigError: the rank of an adapter is larger.
         StateError: an adapter is in use.
     """
+    if target_rank is None:
+        ranks = [c.to_dict().get("r", 1) for c in model.adapters_config.values()]
+        target_rank = max(ranks, default=1)
     model.enable_peft_hotswap(target_rank, check_compiled)
