@@ -176,6 +176,11 @@ class Site:
         return self.parameter is not None or not self.is_called
 
     @property
+    def is_of_attention(self) -> bool:
+        """Whether it is a projection of `nn.MultiheadAttention`, which the module's name selects."""
+        return self.parameter in ("in_proj_weight", "out_proj.weight")
+
+    @property
     def channels(self) -> int:
         """The features of an input; those of a convolution are its channels, in all groups."""
         return self.d_in * self.groups // math.prod(self.kernel)

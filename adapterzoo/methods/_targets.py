@@ -273,8 +273,8 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     """
     if wanted == ALL_LINEAR:
         return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
-    layers = [site for site in anatomy if site.parameter is None and site.is_used]
-    sites = [*layers, *anatomy.convolutions]
+    whole = [s for s in anatomy if s.parameter is None or s.is_of_attention]
+    sites = [*(site for site in whole if site.is_used), *anatomy.convolutions]
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:

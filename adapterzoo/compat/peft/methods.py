@@ -424,7 +424,7 @@ class PeftMethods:
     @property
     def active_adapter(self) -> str | list[str] | None:
         """The name of the active adapter; a list of several, None without one."""
-        setup = self.active_adapters
+        setup = self._active.plan.setup
         names = [] if setup is None else list(setup.flatten())
         return names if len(names) > 1 else next(iter(names), None)
 

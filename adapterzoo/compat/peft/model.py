@@ -204,7 +204,7 @@ class PeftModel(metaclass=ModelType):
         *,
         config: Any = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> LoadResult:
         """Load an adapter; the first one of the model becomes active.
 
         Args:
@@ -223,6 +223,9 @@ class PeftModel(metaclass=ModelType):
             **kwargs: as `AdapterModelMixin.load_adapter` takes them; `torch_dtype` is `dtype`. What
                 accelerate needs to place a model (`device_map`, `max_memory`, `offload_dir`, …) has
                 no effect: nothing is needed, as an adapter lies where its layers are.
+
+        Returns:
+            Two empty lists: what does not fit is an error.
 
         Raises:
             CheckpointError: it does not fit the model.
@@ -249,6 +252,7 @@ class PeftModel(metaclass=ModelType):
         is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
         if autocast_adapter_dtype and is_new:
             adapters.to_float32(own, adapter_name)
+        return LoadResult([], [])
 
     @names_call
     def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
@@ -283,6 +287,7 @@ class PeftModel(metaclass=ModelType):
         own = cast("Any", self)
         was_active = own._active.plan.setup is not None
         cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
+        configs_of(self)
         if was_active and own._active.plan.setup is None and own.adapters_config:
             name = min(own.adapters_config)
             warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)

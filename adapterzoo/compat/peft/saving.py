@@ -69,7 +69,20 @@ def keep(model: Any, name: str, given: Any) -> None:
     """
     own = model._adapter_state.find(name).config
     before = {key: plain_value(value) for key, value in given.to_dict().items()}
-    vars(model).setdefault("_peft_configs", {})[name] = Kept(own, given, before)
+    _book(model).kept[name] = Kept(own, given, before)
+
+
+@dataclasses.dataclass
+class Book:
+    """The configs of a model, and the dict of them that users hold."""
+
+    kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    shown: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _book(model: Any) -> Book:
+    found: Book = vars(model).setdefault("_peft_configs", Book())
+    return found
 
 
 def set_mode(model: Any, name: str, is_trainable: bool) -> None:
@@ -81,19 +94,21 @@ def set_mode(model: Any, name: str, is_trainable: bool) -> None:
         is_trainable: whether it is trained.
     """
     configs_of(model)[name].inference_mode = not is_trainable
-    kept: Kept = vars(model)["_peft_configs"][name]
+    kept = _book(model).kept[name]
     kept.before = {**kept.before, "inference_mode": not is_trainable}
 
 
 def configs_of(model: Any) -> dict[str, PeftConfig]:
     """Return PEFT's config of each adapter: the user's object, or one made from the adapter."""
-    kept: dict[str, Kept] = vars(model).setdefault("_peft_configs", {})
-    for name in [name for name in kept if name not in model.adapters_config]:
-        del kept[name]
-    for name in model.adapters_config:
-        if name not in kept or kept[name].own is not model._adapter_state.find(name).config:
+    book, there = _book(model), model.adapters_config
+    for name in there:
+        own = model._adapter_state.find(name).config
+        if name not in book.kept or book.kept[name].own is not own:
             keep(model, name, from_values(encoded(model, name)[0], {}))
-    return {name: each.given for name, each in kept.items()}
+    book.kept = {name: book.kept[name] for name in there}
+    book.shown.clear()
+    book.shown.update({name: each.given for name, each in book.kept.items()})
+    return book.shown
 
 
 @contextlib.contextmanager
@@ -190,7 +205,7 @@ def finish(
         tables: to write beside the adapter, from `embedding_tensors`.
         safe_serialization: whether tensors stay in safetensors; otherwise they become a pickle.
     """
-    changed = vars(model)["_peft_configs"][name].edited()
+    changed = _book(model).kept[name].edited()
     contents: dict[str, bytes] = {}
     if tables or not safe_serialization:
         tensors = {**files.tensors_in(folder, (SAFE,)), **tables}

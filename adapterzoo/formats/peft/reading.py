@@ -437,7 +437,7 @@ def _sorted(
     # norms are called `ln_1` too
     spelled = [s for s in peft_readable() if not s.of_norms]
     stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
-    sites = {site.path: site for site in _sites(spelling, info)}
+    sites = {named_in_peft(site): site for site in _sites(spelling, info)}
     modules: dict[str, list[Site]] = {}
     for site in info.anatomy.weights().values() if peft_config.target_parameters else ():
         modules.setdefault(site.path, []).append(site)
@@ -489,8 +489,14 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
-    layers = [site for site in info.anatomy if site.parameter is None]
+    layers = [s for s in info.anatomy if s.parameter is None or s.is_of_attention]
     return [*layers, *info.anatomy.convolutions]
+
+
+def named_in_peft(site: Site) -> str:
+    """Return the path of a site in PEFT's keys, which wraps `nn.MultiheadAttention` as a whole."""
+    projects = site.is_of_attention and site.parameter == "out_proj.weight"
+    return f"{site.path}.{WRAPPED}.out_proj" if projects else site.path
 
 
 def _weight(site: Site, info: ModelInfo) -> Tensor | None:
@@ -590,8 +596,9 @@ def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[d
 
 def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
-    modules = [site.path for site in chosen if site.parameter is None]
-    weights = [site.name for site in chosen if site.parameter is not None]
+    layers = [s for s in chosen if s.parameter is None or s.is_of_attention]
+    modules = [*dict.fromkeys(site.path for site in layers)]
+    weights = [site.name for site in chosen if site not in layers]
     names = _names(modules, (site.path for site in _sites(peft_config.spelling, info)))
     if not weights:
         return {"target_modules": names}

@@ -41,6 +41,7 @@ from .reading import (
     classes_for,
     fields_for_extras,
     most_common,
+    named_in_peft,
     parameter_of,
     start_of_rows,
     task_of,
@@ -116,7 +117,8 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
+        wrapped = named_in_peft(sites[name]).removeprefix(sites[name].path)
+        owner = owners[name] + (wrapped or f".{WRAPPED}" * depths.get(name, 0))
         for parameter, tensor in layer.tensors.items():
             shape = spelling.convolution_shapes.get(parameter)
             if shape is not None and sites[name].kernel:
@@ -229,8 +231,8 @@ def _target_fields(
     weights = [paths[name] for name, layer in layers.items() if layer.is_parameter]
     paths = {name: path for name, path in paths.items() if path not in weights}
     # only whole paths match nothing else
-    whole = tuple(sorted(paths.values()))
-    targets = short_names(paths.values(), modules)
+    whole = tuple(sorted({*paths.values()}))
+    targets = short_names(whole, modules)
     if targets is None or any(name in _IN_HEADS.split() for name in targets):
         targets = whole
     chosen = {
@@ -331,6 +333,8 @@ def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     Raises:
         CheckpointError: it must be, and PEFT has no such adapter of the method.
     """
+    if site.is_of_attention:
+        return False
     if site.parameter is not None:
         return True
     name = site.path.rpartition(".")[2]
@@ -351,7 +355,8 @@ def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int
     """
     place = {name: number for number, name in enumerate(order)}
     by_module: dict[str, list[str]] = {}
-    own = {site.name: site.path for site in sites if site.parameter is not None}
+    named = (s for s in sites if s.parameter is not None and not s.is_of_attention)
+    own = {site.name: site.path for site in named}
     for name in sorted(own, key=place.__getitem__, reverse=True):
         by_module.setdefault(own[name], []).append(name)
     return {name: depth for names in by_module.values() for depth, name in enumerate(names)}

@@ -33,6 +33,7 @@ from adapterzoo.methods._peft import (
     whole_width,
 )
 from adapterzoo.methods._targets import COPIES, RANK
+from adapterzoo.patterns import matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     CHANNEL,
@@ -213,6 +214,9 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 def _unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
     config, site = placement.config, placement.site
+    named = config.to_dict().get("target_modules") or ()
+    if site.is_of_attention and matches(site.path, named):
+        return None
     if not site.is_called or (site.parameter is not None and "." in site.parameter):
         return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
     if config.to_dict().get("use_gating"):
@@ -309,7 +313,8 @@ def _read(layer: PeftLayer) -> Tensors:
         CheckpointError: PEFT has changed the weight in a way that is not known here.
     """
     if not layer.is_parameter:
-        return _read_start(layer)
+        tensors = _read_start(layer)
+        return tensors | {"lora_B": tensors["lora_B"] * _times_added(layer.site)}
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
@@ -332,8 +337,8 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
         site: of the adapter.
         tensors: by our parameter names.
     """
-    if site.parameter is None:
-        return tensors
+    if site.parameter is None or site.is_of_attention:
+        return tensors | {"lora_B": tensors["lora_B"] / _times_added(site)}
     a, b = tensors["lora_A"], tensors["lora_B"]
     if not site.experts:
         a, b = a[None], b[None]
@@ -342,6 +347,14 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
     a = a.flatten(0, 1)  # [experts · rank, d_in]
     b = b.movedim(0, 2).flatten(1)  # [d_out, rank · experts]
     return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
+
+
+def _times_added(site: Site) -> int:
+    """Return how often PEFT adds B A to a weight: twice to the output of `nn.MultiheadAttention`.
+
+    PEFT 0.21.2 merges its update of that layer twice, in each forward as in merging.
+    """
+    return 2 if site.is_of_attention and site.parameter == "out_proj.weight" else 1
 
 
 def _is_flipped(site: Site) -> bool:

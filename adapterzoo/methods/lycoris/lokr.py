@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self, cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,18 +34,16 @@ from adapterzoo.config import (
     MAX_WIDTH,
     Choice,
     Either,
-    Placement,
     Range,
     field,
     method_config,
 )
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
 from adapterzoo.methods._peft import ours
-from adapterzoo.spelling import KERNEL, PeftLayer, Tensors, spelled
+from adapterzoo.spelling import KERNEL, spelled
 
-from .lycoris import THIRD, Lycoris, LycorisConfig, not_in_peft, peft_spelling, tucker
+from .lycoris import THIRD, Lycoris, LycorisConfig, peft_spelling, tucker
 
 
 @method_config("lokr")
@@ -83,6 +81,8 @@ class LoKr(Lycoris):
             experts in front where the site has them. At a convolution n counts the inputs of all
             places, or a third factor `lokr_t2` `[r, r, kernel]` has the places, with w2_a `[r, q]`
             and w2_b `[r, n]`.
+        places: of a 1-D convolution, 0 elsewhere: with a whole w2, ΔW is w1 `[1, p, m]` ⊗ w2 `[q, n,
+            places]` in the order of its numbers, as in PEFT.
     """
 
     scaled = ("lokr_w1", "lokr_w1_a")
@@ -105,6 +105,8 @@ class LoKr(Lycoris):
         self.rescales = config.rank_dropout_scale
         r, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
         field = math.prod(site.kernel)
+        # PEFT takes w1 as one of the output channels of a 1-D convolution
+        self.places = site.kernel[0] if len(site.kernel) == 1 else 0
         (p, q), (m, n) = (
             divided(width, config.decompose_factor) for width in (self.d_out, self.d_in // field)
         )
@@ -148,7 +150,7 @@ class LoKr(Lycoris):
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
         """Return A = b₁ ⊗ b₂ and s · B = s · a₁ ⊗ a₂ with wᵢ = aᵢ bᵢ, if there are such."""
         sides = [[t.to(w) for t in side] for side in self.sides()]
-        if all(len(side) == 1 for side in sides):
+        if self.places or all(len(side) == 1 for side in sides):
             return None
         for side in sides:
             if len(side) == 1:
@@ -159,6 +161,9 @@ class LoKr(Lycoris):
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
         w1, w2 = (product([t.to(dtype) for t in side]) for side in self.sides())
+        if self.places and "lokr_w2" in self.names:
+            w2 = w2.unflatten(1, (-1, self.places))  # [q, n, places]
+            return torch.kron(w1[None], w2).reshape(self.d_out, self.d_in)
         return kronecker(w1, w2)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -234,30 +239,6 @@ def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 # each of w1 and w2 is one matrix or two
 _FORMS = [((f"lokr_{w}",), (f"lokr_{w}_a", f"lokr_{w}_b")) for w in ("w1", "w2")]
-_OTHER = "where PEFT's product of w1 and a whole w2 is not w1 ⊗ w2"
-
-
-def _read(layer: PeftLayer) -> Tensors:
-    """Return the tensors of a layer.
-
-    Raises:
-        CheckpointError: PEFT computes something else there.
-    """
-    if len(layer.site.kernel) == 1 and "lokr_w2" in layer.tensors:
-        raise CheckpointError(f"{layer.name!r} is a 1-D convolution, {_OTHER}. Merge it with PEFT.")
-    return layer.tensors
-
-
-def _unsayable(placement: Placement) -> str | None:
-    site, config = placement.site, cast("LoKrConfig", placement.config)
-    if len(site.kernel) == 1:
-        factor = config.decompose_factor
-        widths = site.d_out, site.d_in // site.kernel[0]
-        if config.rank_at(site.name) >= max(divided(w, factor)[1] for w in widths) / 2:
-            return f"a LoKrConfig at {site.path!r}, a 1-D convolution, {_OTHER}"
-    return not_in_peft(placement)
-
-
 spelled(
     peft_spelling(
         "LOKR",
@@ -269,7 +250,5 @@ spelled(
             "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
         },
         convolution_shapes={"lokr_w2": KERNEL, "lokr_t2": THIRD},
-        read=_read,
-        unsayable=_unsayable,
     )
 )(LoKrConfig)
