@@ -977,7 +977,7 @@ class AdapterConfig(Config):
         """Whether shared parameters are averaged; otherwise they must be equal."""
         return False
 
-    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str | int], Tensor]) -> None:
         """Initialize the shared module from a text, if the config asks for it.
 
         It is called once, for a fresh adapter that is not filled from a file.

@@ -552,7 +552,7 @@ class WeightAdapter(Adapter):
         """
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
-        """Return A and B with `merged_weight(w, base)` = w + B A, whatever w is; None: there are none.
+        """Return A and B with `merged_weight(w, base)` = w + B A for any w; None: there are none.
 
         A conversion to LoRA takes them as they are, scaling included; without them it takes the
         SVD of the change.

@@ -380,7 +380,7 @@ def positions_of(
             # several stacks may share one, or each attention has its own
             rotary |= {s for s in stacks if below(s, parent(path)) or below(path, s)}
         is_table = isinstance(module, nn.Embedding)
-        if stack is None or (is_table and takes) or not (is_table or takes):
+        if stack is None or not (is_table or takes):
             reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"
             unmovable |= dict.fromkeys(stacks if stack is None else [stack], reason)
             continue

@@ -31,6 +31,8 @@ from .adapted import Adapted, acting, adapters_of, shared_of
 from .layers import LayerCall
 
 _IGNORED = -100
+# arguments of tables of positions: how many tokens are cached
+_COUNTS = "cache_length", "past_key_values_length"
 _NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
 
 
@@ -272,17 +274,36 @@ class AdaptedPositions(Adapted):
         if site is None:
             return plain(*args, **kwargs)
         given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
+        # a table gives embeddings, to which other adapters may add; a rotation has none
+        is_table = isinstance(self, nn.Embedding)
+        if is_table and NUMBERS in self._positions:
+            is_table = False
+            if given.get(NUMBERS) is None:
+                given = {**given, NUMBERS: self._counted(given)}
         name = NUMBERS if NUMBERS in given else next(iter(given))
         numbers = given[name]
         if plan.rows is not None and numbers.shape[0] == 1:
             numbers = numbers.expand(len(plan.rows.index), -1)  # [rows, tokens]
-
-        # a table gives embeddings, to which other adapters may add; a rotation has none
-        is_table = isinstance(self, nn.Embedding)
         read = plain if is_table else lambda numbers: numbers
         base = LayerCall(self, read, context=active.call)
         found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
+
+    def _counted(self, given: Mapping[str, Any]) -> Tensor:
+        """Return the numbers `[tokens]` that a table would count itself, from the cache's length.
+
+        Raises:
+            CompositionError: rows of the batch have different adapters, and so different numbers.
+        """
+        _, plan, _ = self._planned()
+        if plan.rows is not None:
+            raise CompositionError(
+                f"a {type(self).__name__} counts positions alike for all rows. Write calls with "
+                f"one adapter each, or pass position_ids."
+            )
+        first = next(iter(given.values()))
+        start = next((given[name] for name in _COUNTS if name in given), 0)
+        return torch.arange(start, start + first.shape[1], device=first.device)
 
 
 def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -145,12 +145,17 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
     tokens = model.anatomy.tokens
     path = None if tokens is None else tokens.table
 
-    def embedded(text: str) -> torch.Tensor:
+    def embedded(text: str | int) -> torch.Tensor:
         if path is None:
             raise ConfigError("no text can be embedded: this model reads no tokens. Leave it out.")
-        layer = layer_at(model._backbone, path)
-        with at_hand(layer):
-            return embedded_text(model, layer, text)
+        layer: Any = layer_at(model._backbone, path)
+        with at_hand(layer), torch.no_grad():
+            if isinstance(text, str):
+                return embedded_text(model, layer, text)
+            drawn: torch.Tensor = layer(
+                torch.randint(len(layer.weight), (text,)).to(layer.weight.device)
+            )
+            return drawn
 
     for number, member in enumerate(config.members):
         own = shared if member is config else shared._modules.get(str(number))

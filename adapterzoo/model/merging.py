@@ -25,7 +25,7 @@ from adapterzoo.inject.layers import (
     write_finite,
 )
 
-from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
+from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan, set_active
 from .heads import copies, plain
 from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
@@ -130,8 +130,16 @@ def merge_and_unload(
     added = to_merge(model, names)
 
     def change(changed: Any) -> None:
-        with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
-            merge(changed, added)
+        plan = changed._active.default.plan
+        if names is not None:
+            # nothing remains of the active ones
+            set_active(changed, Stack(*added) if added else None)
+        try:
+            with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
+                merge(changed, added)
+        except BaseException:
+            changed._active.default.plan = plan
+            raise
 
     return plain.unloaded(model, change, architecture)
 

@@ -322,7 +322,7 @@ class AdapterModelMixin:
         adapters: Sequence[str],
         weights: Sequence[float],
         adapter_name: str,
-        combination_type: str = "svd",
+        combination_type: str | None = None,
         svd_rank: int | None = None,
         svd_clamp: float | None = None,
         svd_full_matrices: bool = False,
@@ -333,7 +333,8 @@ class AdapterModelMixin:
     ) -> None:
         """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
 
-        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt".
+        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt";
+        None is "svd", or "linear" of methods without low-rank factors, such as (IA)³.
         Other arguments and all errors are those of `average_adapter`.
 
         Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
@@ -341,7 +342,9 @@ class AdapterModelMixin:
         taken is an error; with `rank_pattern` each layer keeps its rank.
         """
         # PEFT's meaning of the word has another name here
-        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
+        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type or "svd"
+        if combination_type is None and not averaging.have_factors(self, adapters):
+            strategy = "linear"
         averaging.average(
             self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,

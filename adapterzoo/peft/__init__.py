@@ -28,6 +28,7 @@ from adapterzoo.compat.peft.classes import (
     field_classes,
     not_made,
 )
+from adapterzoo.compat.peft.install import install
 from adapterzoo.compat.peft.model import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -76,6 +77,7 @@ __all__ = [
     "get_peft_model",
     "get_peft_model_state_dict",
     "inject_adapter_in_model",
+    "install",
     "load_peft_weights",
     "prepare_model_for_kbit_training",
     "replace_lora_weights_loftq",

@@ -60,6 +60,9 @@ class PeftConfig:
                 f"{type(self).__name__}(task_type={task!r}): there is no such task. Write one of "
                 f"{listing(TASK_TYPES)}."
             )
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(names := getattr(self, name, None), list):
+                setattr(self, name, set(names))
         self.peft_type = PeftType(self._kind) if self._kind else self.peft_type
         self.peft_version = self.peft_version or PEFT_VERSION
 
@@ -117,7 +120,8 @@ class PeftConfig:
             CheckpointError: there is none, it is damaged, or its method is unknown.
         """
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
-        path = Path(pretrained_model_name_or_path, subfolder or "")
+        given = pretrained_model_name_or_path
+        path = given if subfolder is None else Path(given, subfolder)
         values = cls.from_json_file(hub.resolve(path, **options) / CONFIG)
         return from_values(values, kwargs)
 

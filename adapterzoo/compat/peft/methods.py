@@ -282,6 +282,29 @@ def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, T
     return format_of_peft.encoded(stored, info)
 
 
+def encoded_record(
+    model: AdaptedModel, name: str, record: AdapterRecord
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return PEFT's config and tensors for an adapter that is not in the model yet.
+
+    Args:
+        model: of the adapter.
+        name: of the adapter.
+        record: of the adapter, with its modules.
+
+    Raises:
+        CheckpointError: PEFT has no such adapter.
+    """
+    records = model._adapter_state.records
+    before = dict(records)
+    records[name] = record
+    try:
+        return encoded(model, name)
+    finally:
+        records.clear()
+        records.update(before)
+
+
 def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """Check that PEFT's format can express an adapter that is not in the model yet.
 
@@ -293,20 +316,14 @@ def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None
     Raises:
         CheckpointError: it cannot.
     """
-    records = model._adapter_state.records
-    before = dict(records)
-    records[name] = record
     try:
-        encoded(model, name)
+        encoded_record(model, name, record)
     except CheckpointError as error:
         kind = type(record.config).__name__
         raise CheckpointError(
             f"save_pretrained could not write {name!r}: {error} To train it, write "
             f"adapterzoo.{kind}(…), and save_pretrained(folder, format='native')."
         ) from error
-    finally:
-        records.clear()
-        records.update(before)
 
 
 def one_name(model: AdaptedModel, name: str | None) -> str:

@@ -22,23 +22,29 @@ from transformers.utils.hub import PushToHubMixin
 from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import Composition
+from adapterzoo.config import change_forms
+from adapterzoo.contracts import WeightAdapter
 from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
+from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.building import plain_state
-from adapterzoo.inject.layers import packing_of
+from adapterzoo.inject.layers import ExpertAdapters, packing_of
 from adapterzoo.model import (
     AdapterModelMixin,
     adapters,
     checkpointing,
+    conversion,
     init,
     merging,
     sharding,
     training,
 )
 from adapterzoo.model.activation import refuse_merged
+from adapterzoo.model.conversion import Size
+from adapterzoo.model.heads import copies
 from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
@@ -49,8 +55,8 @@ from adapterzoo.patterns import around
 from adapterzoo.peft_arguments import also_named, is_peft
 
 from . import saving
-from .classes import PeftConfig, from_values
-from .methods import DEFAULT, encoded, fill, one_name, trained_tensors
+from .classes import PeftConfig, from_values, plain_value
+from .methods import DEFAULT, encoded, encoded_record, fill, one_name, trained_tensors
 from .saving import configs_of, embedding_tensors, keep, with_values
 
 # what accelerate needs to place a model
@@ -185,6 +191,8 @@ class PeftModel(metaclass=ModelType):
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
         given = next((v for v in (*args, *kwargs.values()) if hasattr(v, "to_dict")), None)
         for name in {*own.adapters_config} - before:
+            if _trains_head(own, given) and name not in own._adapter_state.copies:
+                copies.put(own, name, copies.made(own))
             if is_peft(given) and not isinstance(given, Mapping):
                 keep(own, name, given)
             if on_meta:
@@ -430,6 +438,30 @@ class PeftModel(metaclass=ModelType):
         """The dtype of the base model."""
         return dtype_of(self)
 
+    @property
+    def prompt_encoder(self) -> nn.ModuleDict:
+        """The trained modules of each adapter that adds tokens, or keys and values, by name."""
+        found = {
+            name: nn.ModuleList(dict.fromkeys(m for _, m in modules_of(cast("Any", self), name)))
+            for name, config in self.peft_config.items()
+            if getattr(config, "is_prompt_learning", False)
+        }
+        if not found:
+            raise AttributeError("prompt_encoder")
+        return nn.ModuleDict(found)
+
+    def supports_lora_conversion(self, adapter_name: str = DEFAULT) -> bool:
+        """Return whether `convert_to_lora` takes an adapter: whether it is a change of weights.
+
+        Args:
+            adapter_name: the adapter.
+
+        Raises:
+            UnknownNameError: the adapter is unknown.
+        """
+        modules = modules_of(cast("Any", self), adapter_name)
+        return all(isinstance(m, (WeightAdapter, ExpertAdapters)) for _, m in modules)
+
     def get_layer_status(self) -> Any:
         """Return the adapters of each layer: `get_layer_status(model)`."""
         # late: it asks for PEFT's classes of layers, which are below this class
@@ -511,6 +543,12 @@ class PeftModel(metaclass=ModelType):
         """Pickle and copy the model by what its class is made from."""
         made_from = vars(type(self).__mro__[2]).get("_made_from", ())
         return _again, made_from, cast("Any", self).__getstate__()
+
+
+def _trains_head(model: Any, config: Any) -> bool:
+    """Return whether PEFT gives an adapter a head of its own: its task has one."""
+    task = getattr(asked := getattr(config, "task_type", None), "value", asked)
+    return is_peft(config) and not model._has_named_heads and task in HEADED
 
 
 def _to_meta(model: Any, name: str) -> None:
@@ -779,6 +817,64 @@ def set_base_model_state_dict(
         raise RuntimeError(f"keys that are missing: {missing}; that the model lacks: {other}")
     nn.Module.load_state_dict(own, {k: t for k, t in state_dict.items() if k in base}, strict=False)
     return LoadResult(missing, other)
+
+
+@names_call
+def convert_to_lora(
+    model: Any,
+    rank: float,
+    adapter_name: str = DEFAULT,
+    progressbar: bool = False,
+    compile_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """Return the config and the tensors of a LoRA that changes weights as an adapter does.
+
+    Args:
+        model: with the adapter, which does not change.
+        rank: the largest rank; or, below 1, the share of Σ σ² to keep in each layer.
+        adapter_name: the adapter.
+        progressbar: has no effect: nothing is needed, as a layer takes one decomposition.
+        compile_kwargs: the same.
+
+    Raises:
+        ConfigError: the rank is not legal.
+        StateError: the adapter is more than a change of weights, or merged.
+        UnknownNameError: the adapter is unknown.
+    """
+    size = Size(None, rank) if isinstance(rank, float) and rank < 1 else Size(int(rank), None)
+    made, _ = conversion.converted(model, adapter_name, change_forms.find("lora"), size)
+    values, tensors = encoded_record(model, adapter_name, made)
+    return from_values(values, {}), tensors
+
+
+@names_call
+def save_as_lora(
+    path: str | os.PathLike[str],
+    model: Any,
+    rank: float,
+    adapter_name: str = DEFAULT,
+    progressbar: bool = False,
+    compile_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Save the LoRA of `convert_to_lora` as a folder that PEFT loads.
+
+    Args:
+        path: the folder; created if missing.
+        model: with the adapter, which does not change.
+        rank: as there, and so are all others.
+        adapter_name: the adapter.
+        progressbar: see there.
+        compile_kwargs: see there.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    config, tensors = convert_to_lora(model, rank, adapter_name, progressbar, compile_kwargs)
+    document = {name: plain_value(value) for name, value in config.to_dict().items()}
+    files.write_all(
+        Path(path),
+        {saving.SAFE: files.tensor_bytes(tensors, {}), CONFIG: files.json_bytes(document)},
+    )
 
 
 @names_call

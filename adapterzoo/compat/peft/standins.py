@@ -13,6 +13,8 @@ from torch import nn
 
 from adapterzoo.contracts import Adapter
 from adapterzoo.formats.peft.reading import task_of
+from adapterzoo.inject.adapted import Adapted, AdapterDict
+from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.model.sharding import class_name
 from adapterzoo.spelling import peft_spellings
@@ -73,6 +75,15 @@ def _kinds_of(peft_type: str) -> tuple[type[nn.Module], ...]:
     return tuple(c.adapter_class for c in found if getattr(c, "adapter_class", None) is not None)
 
 
+def _is_copied(module: object) -> bool:
+    """Return whether each layer of a module has a copy for some adapter, as those of a head."""
+    if not isinstance(module, nn.Module) or isinstance(module, (Adapted, Adapter, AdapterDict)):
+        return False
+    own = [m for m in (plain for _, plain in plain_modules(module)) if m._parameters]
+    copied = LAYER_CLASSES["ModulesToSaveWrapper"]
+    return bool(own) and all(isinstance(m, Adapted) and isinstance(m, copied) for m in own)
+
+
 _LAYERS: Mapping[str, str] = {
     "BOFTLayer": "BOFT", "IA3Layer": "IA3", "LoHaLayer": "LOHA", "LoKrLayer": "LOKR",
     "LoraLayer": "LORA", "MissLayer": "MISS", "OFTLayer": "OFT", "VeraLayer": "VERA",
@@ -90,8 +101,9 @@ LAYER_CLASSES = {
     # a copy of a static head is a plain layer
     "ModulesToSaveWrapper": _made(
         "ModulesToSaveWrapper",
-        lambda _cls, layer: any(
-            isinstance(p, LayerCopy) or not isinstance(p, Adapter) for _, p in parts_of(layer)
+        lambda _cls, layer: (
+            any(isinstance(p, LayerCopy) or not isinstance(p, Adapter) for _, p in parts_of(layer))
+            or _is_copied(layer)
         ),
     ),
     "TrainableTokensWrapper": _layer_class("TrainableTokensWrapper", TokenRows),

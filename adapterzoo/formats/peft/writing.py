@@ -56,7 +56,8 @@ _IN_HEADS = """
     summary vocab_projector vocab_transform
 """
 
-_HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+"""PEFT's tasks whose adapters have a head of their own."""
 
 
 def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, Tensor]]:
@@ -94,7 +95,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
                 f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in "
                 f"a {task.model_class}"
             )
-        if task.task_type in _HEADED and not head:
+        if task.task_type in HEADED and not head:
             hints = argument("with_head", True), argument("format", "native")
             raise inexpressible(
                 f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
@@ -262,7 +263,7 @@ def _task_fields(
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
-    task_type = None if not head and task.task_type in _HEADED else task.task_type
+    task_type = None if not head and task.task_type in HEADED else task.task_type
     fields: Fields = {
         "auto_mapping": None,
         "base_model_name_or_path": info.model_name,

@@ -313,8 +313,7 @@ def _read(layer: PeftLayer) -> Tensors:
         CheckpointError: PEFT has changed the weight in a way that is not known here.
     """
     if not layer.is_parameter:
-        tensors = _read_start(layer)
-        return tensors | {"lora_B": tensors["lora_B"] * _times_added(layer.site)}
+        return _of_attention(layer.site, _read_start(layer), 2.0)
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
@@ -338,7 +337,7 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
         tensors: by our parameter names.
     """
     if site.parameter is None or site.is_of_attention:
-        return tensors | {"lora_B": tensors["lora_B"] / _times_added(site)}
+        return _of_attention(site, tensors, 0.5)
     a, b = tensors["lora_A"], tensors["lora_B"]
     if not site.experts:
         a, b = a[None], b[None]
@@ -349,12 +348,14 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
     return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
 
 
-def _times_added(site: Site) -> int:
-    """Return how often PEFT adds B A to a weight: twice to the output of `nn.MultiheadAttention`.
+def _of_attention(site: Site, tensors: Tensors, factor: float) -> Tensors:
+    """Return the tensors with a multiple of B at the output layer of `nn.MultiheadAttention`.
 
-    PEFT 0.21.2 merges its update of that layer twice, in each forward as in merging.
+    PEFT 0.21.2 adds B A to the weight of that layer twice, in each forward as in merging.
     """
-    return 2 if site.is_of_attention and site.parameter == "out_proj.weight" else 1
+    if not site.is_of_attention or site.parameter != "out_proj.weight":
+        return tensors
+    return {n: t * factor if n == "lora_B" else t for n, t in tensors.items()}
 
 
 def _is_flipped(site: Site) -> bool:

@@ -60,8 +60,8 @@ class LoHa(Lycoris):
     Attributes:
         hada_w1_a: `[d_out, r]`, with experts in front where the site has them; hada_w2_a too.
         hada_w1_b: `[r, d_in]`, likewise; hada_w2_b too.
-        hada_t1: the third factor of the first product at a convolution, `[r, r, kernel]`, with which
-            hada_w1_a is `[r, d_out]` and hada_w1_b `[r, channels]`; hada_t2 likewise.
+        hada_t1: the third factor of the first product at a convolution, `[r, r, kernel]`, with
+            which hada_w1_a is `[r, d_out]` and hada_w1_b `[r, channels]`; hada_t2 likewise.
         thirds: the names of the third factors, if there are any.
         is_low_rank: whether the forward is that of rank r².
     """

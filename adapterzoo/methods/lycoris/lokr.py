@@ -81,8 +81,8 @@ class LoKr(Lycoris):
             experts in front where the site has them. At a convolution n counts the inputs of all
             places, or a third factor `lokr_t2` `[r, r, kernel]` has the places, with w2_a `[r, q]`
             and w2_b `[r, n]`.
-        places: of a 1-D convolution, 0 elsewhere: with a whole w2, ΔW is w1 `[1, p, m]` ⊗ w2 `[q, n,
-            places]` in the order of its numbers, as in PEFT.
+        places: of a 1-D convolution, 0 elsewhere: with a whole w2, ΔW has the numbers of w1
+            `[1, p, m]` ⊗ w2 `[q, n, places]` in their order, as in PEFT.
     """
 
     scaled = ("lokr_w1", "lokr_w1_a")

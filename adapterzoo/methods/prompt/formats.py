@@ -256,8 +256,8 @@ _PROMPT_ARGUMENTS = PeftArguments(
         "prompt_tuning_init": PeftArgument(
             "RANDOM",
             "prompt_init",
-            {"RANDOM": "random_uniform", "TEXT": "from_string"},
-            "legal are 'RANDOM' and 'TEXT'. Write one of these.",
+            {"RANDOM": "random_uniform", "SAMPLE_VOCAB": "from_vocab", "TEXT": "from_string"},
+            "legal are 'RANDOM', 'SAMPLE_VOCAB' and 'TEXT'. Write one of these.",
         ),
         "prompt_tuning_init_text": ours(None, "prompt_init_text"),
         "tokenizer_name_or_path": PeftArgument(

@@ -54,8 +54,9 @@ class PromptTuningConfig(ConfigWithCopies):
 
     Attributes:
         prompt_length: P, 1 to 65,536.
-        prompt_init: "random_uniform", within ±0.5; or "from_string": the embeddings of the
-            tokens of a text, repeated or cut to P.
+        prompt_init: "random_uniform", within ±0.5; "from_vocab": the embeddings of random tokens,
+            as PEFT's "SAMPLE_VOCAB"; or "from_string": those of the tokens of a text, repeated or
+            cut to P.
         prompt_init_text: the text; the tokenizer is that of the model's name.
         combine: "prefix", before the first token; or "prefix_after_bos", after it.
         joins: "inputs" or "embeddings", see above; None: "inputs" if the model has a table of
@@ -72,7 +73,9 @@ class PromptTuningConfig(ConfigWithCopies):
     starts_as_identity = False
 
     prompt_length: int = field(10, Range(1, MAX_WIDTH))
-    prompt_init: str = field("random_uniform", Choice("random_uniform", "from_string"))
+    prompt_init: str = field(
+        "random_uniform", Choice("random_uniform", "from_string", "from_vocab")
+    )
     prompt_init_text: str | None = field(None, Text(), needs="prompt_init='from_string'")
     combine: str = field("prefix", Choice("prefix", "prefix_after_bos"))
     joins: str | None = field(None, Maybe(Choice("inputs", "embeddings")))
@@ -122,10 +125,11 @@ class PromptTuningConfig(ConfigWithCopies):
         """Return the module that holds E."""
         return Prompt(self, placements[0].site.d_out, device, dtype)
 
-    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
-        """Take the embeddings of the text."""
-        if self.prompt_init == "from_string":
-            rows = embedded(self.prompt_init_text or "")  # [any, d]
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str | int], Tensor]) -> None:
+        """Take the embeddings of the text, or of random tokens."""
+        if self.prompt_init != "random_uniform":
+            is_text = self.prompt_init == "from_string"
+            rows = embedded((self.prompt_init_text or "") if is_text else self.prompt_length)
             prompt = cast("Prompt", shared).prompt_embedding
             # repeated if they are fewer than P
             steps = torch.arange(len(prompt), device=rows.device) % len(rows)

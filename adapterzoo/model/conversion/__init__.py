@@ -138,14 +138,11 @@ def convert(
     size.check()
     check_name(target)
     record = model._adapter_state.find(name)
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
-    refuse_merged(model, name)
     refuse_taken(model, target, overwrite_ok)
     _refuse_other(model, name)
     head = name if name in model.known_heads() else None
     given = random_inputs(model) if inputs is None else inputs
-    config = form.at_sites_of(record.config, model.anatomy)
-    made, layers = _made(model, config, lambda: _changes(model, modules_of(model, name)), size)
+    made, layers = converted(model, name, form, size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
     bring_in(model, target, made, active, copies.combined(model, [name], [1.0]))
     after = outputs(model, target, head, given)
@@ -154,6 +151,31 @@ def convert(
         "random" if inputs is None else "given", difference(before, after),
         difference(before, plain),
     )  # fmt: skip
+
+
+@torch.no_grad()
+def converted(
+    model: AdaptedModel, name: str, form: Any, size: Size
+) -> tuple[AdapterRecord, list[LayerReport]]:
+    """Return an adapter that is not in the model yet, with the changes of one that is.
+
+    Args:
+        model: with adapters.
+        name: of the adapter that is there.
+        form: the config class of the other method.
+        size: how much of the changes to keep.
+
+    Returns:
+        The adapter, and the error of each layer.
+
+    Raises:
+        StateError: the adapter is more than a change of weights.
+    """
+    size.check()
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_merged(model, name)
+    config = form.at_sites_of(model._adapter_state.find(name).config, model.anatomy)
+    return _made(model, config, lambda: _changes(model, modules_of(model, name)), size)
 
 
 @torch.no_grad()

@@ -1,0 +1,238 @@
+"""`import peft` gives the names of `adapterzoo.peft`, for frameworks that import PEFT themselves.
+
+A finder on `sys.meta_path` answers for `peft` and for every module below it, whether PEFT is
+installed or not. The modules that it gives are views: a name that exists here is ours, and any
+other name is that of the real PEFT, if there is one. The modules of the real PEFT are kept aside,
+not in `sys.modules`. Its own code sees only them, so that its methods run as they do without views.
+
+An object of the real PEFT cannot be pickled if its class has the name of a class here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from adapterzoo.peft_arguments import PEFT_VERSION
+
+from .classes import NOT_MADE
+
+_LOG = logging.getLogger(__name__)
+_OURS = "adapterzoo.peft"
+_SECTIONS = (f"{_OURS}.optimizers", f"{_OURS}.utils.hotswap")
+
+# an attribute of a module that is a module too: without PEFT, no file says so
+_MODULES = frozenset(
+    "adalora auto aqlm awq bnb boft config constants dora eva functional gptq helpers hotswap hqq "
+    "ia3 import_utils integrations layer ln_tuning loftq_utils loha lokr lora lycoris_utils "
+    "mapping mapping_func merge_utils miss mixed mixed_model model oft optimizers other p_tuning "
+    "peft_model peft_types prefix_tuning prompt_tuning quantization_utils save_and_load "
+    "torchao trainable_tokens transformers_weight_conversion tuners tuners_utils utils vera "
+    "warning".split()
+)
+
+
+def install() -> None:
+    """Let `import peft` give the names of `adapterzoo.peft` in this process, from now on.
+
+    Call it before the frameworks that use PEFT are imported: names that they have imported stay
+    what they are. A name that does not exist here comes from the real PEFT, if it is installed; the
+    first one is logged. Calling it twice is harmless.
+    """
+    if _FINDER in sys.meta_path:
+        return
+    _FINDER.kept |= {name: m for name, m in _taken().items() if isinstance(m, ModuleType)}
+    sys.meta_path.insert(0, _FINDER)
+    for name in _FINDER.kept:
+        importlib.import_module(name)
+    # transformers, which this library imports, has looked for PEFT already
+    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
+    import_utils.is_peft_available.cache_clear()
+    import_utils.is_peft_greater_or_equal.cache_clear()
+    ours: Any = importlib.import_module(_OURS)
+    for name in ("transformers.trainer_utils", "transformers.trainer"):
+        if name in sys.modules:
+            vars(sys.modules[name]).update(
+                PeftModel=ours.PeftModel, PeftMixedModel=ours.PeftMixedModel
+            )
+
+
+def _taken() -> dict[str, ModuleType]:
+    """Remove all modules of PEFT from `sys.modules`, and return them."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "peft"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+class _View(ModuleType):
+    """A module of PEFT, in which the names that exist here are ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self.__name__}.{name}"
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        caller = sys._getframe(1)
+        is_of_peft = str(caller.f_globals.get("__name__")).partition(".")[0] == "peft"
+        if not is_of_peft and (home := _home_of(name)) is not None:
+            return getattr(home, name)
+        is_installed = _FINDER.real_spec("peft") is not None
+        if _FINDER.real_spec(path) is not None or (not is_installed and name in _MODULES):
+            return importlib.import_module(path)
+        if is_installed:
+            value = getattr(_FINDER.real(self.__name__), name)
+            if not is_of_peft:
+                _FINDER.log(path)
+            return value
+        try:
+            return getattr(importlib.import_module(_OURS), name)
+        except AttributeError as error:
+            # otherwise `from … import name` would look for a module, and find a view
+            if caller.f_code.co_name == "_handle_fromlist":
+                raise ImportError(*error.args) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        real = _FINDER.kept.get(self.__name__)
+        if hasattr(real, name) and _home_of(name) is None and not isinstance(value, ModuleType):
+            setattr(real, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(_FINDER.kept.get(self.__name__), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *_names()})
+
+
+def _names() -> dict[str, str]:
+    """Return the names that exist here, each with its module."""
+    package: Any = importlib.import_module(_OURS)
+    made = {n for n in dir(package) if n not in vars(package) and n not in NOT_MADE}
+    found = dict.fromkeys({*package.__all__, *made}, _OURS)
+    for section in _SECTIONS:
+        found |= dict.fromkeys(importlib.import_module(section).__all__, section)
+    return found
+
+
+def _home_of(name: str) -> ModuleType | None:
+    """Return the module here that has a name."""
+    home = _names().get(name)
+    return None if home is None else importlib.import_module(home)
+
+
+class _Finder(Loader):
+    """Finds `peft` and the modules below it, makes their views, and keeps the real modules.
+
+    Attributes:
+        kept: the modules of the real PEFT that are loaded, by name.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, ModuleType] = {}
+        self._lock = threading.RLock()
+        self._is_loading = False
+        self._has_logged = False
+
+    def real_spec(self, name: str) -> ModuleSpec | None:
+        """Return where the real PEFT has a module."""
+        above = name.rpartition(".")[0]
+        package = self.real_spec(above) if above else None
+        if above and (package is None or package.submodule_search_locations is None):
+            return None
+        path = package and package.submodule_search_locations
+        for finder in sys.meta_path:
+            # a finder may forbid the package
+            with contextlib.suppress(ImportError):
+                spec = None if finder is self else finder.find_spec(name, path)
+                # a folder of this name, without `__init__.py`, is not PEFT
+                if spec is not None and spec.origin is not None:
+                    return spec
+        return None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a view."""
+        if self._is_loading or name.partition(".")[0] != "peft":
+            return None
+        real = self.real_spec(name)
+        if real is None and self.real_spec("peft") and name.rpartition(".")[2] not in _MODULES:
+            return None
+        spec = ModuleSpec(name, self, origin=real and real.origin, is_package=True)
+        spec.has_location = real is not None
+        spec.submodule_search_locations = [*((real and real.submodule_search_locations) or ())]
+        return spec
+
+    def find_distributions(
+        self, context: metadata.DistributionFinder.Context
+    ) -> Iterator[metadata.Distribution]:
+        """Return the metadata of PEFT."""
+        return iter([_Distribution()] if context.name in (None, "peft") else [])
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty view."""
+        return _View(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a view what `from … import *` reads, and the version."""
+        vars(module).update(__all__=sorted({*_names()} - {"__version__"}))
+        if module.__name__ == "peft":
+            vars(module).update(__version__=PEFT_VERSION)
+
+    def real(self, name: str) -> ModuleType:
+        """Return a module of the real PEFT, which is loaded with its own modules around it.
+
+        Raises:
+            ImportError: it cannot be loaded.
+        """
+        with self._lock:
+            if self._is_loading:
+                return importlib.import_module(name)
+            if name not in self.kept:
+                views = _taken()
+                sys.modules.update(self.kept)
+                self._is_loading = True
+                try:
+                    importlib.import_module(name)
+                finally:
+                    self._is_loading = False
+                    self.kept |= _taken()
+                    sys.modules.update(views)
+            return self.kept[name]
+
+    def log(self, path: str) -> None:
+        """Say once that a name comes from the real PEFT."""
+        if not self._has_logged:
+            self._has_logged = True
+            _LOG.warning(
+                "%s does not exist in adapterzoo: it and others like it come from PEFT.", path
+            )
+
+
+class _Distribution(metadata.Distribution):
+    """The metadata of the release of PEFT whose names there are."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of a file of metadata."""
+        head = f"Metadata-Version: 2.1\nName: peft\nVersion: {PEFT_VERSION}\n"
+        return {"METADATA": head, "top_level.txt": "peft\n"}.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        """Return a path."""
+        return Path(path)
+
+
+_FINDER = _Finder()
