@@ -3,7 +3,7 @@
 A finder on `sys.meta_path` answers for `peft` and for every module below it, whether PEFT is
 installed or not. The modules that it gives are views: a name that exists here is ours, and any
 other name is that of the real PEFT, if there is one. The modules of the real PEFT are kept aside,
-not in `sys.modules`. Its own code sees only them, so that its methods run as they do without views.
+not in `sys.modules`. PEFT's own code, and the code of this library, sees only the real PEFT.
 
 An object of the real PEFT cannot be pickled if its class has the name of a class here.
 """
@@ -11,6 +11,7 @@ An object of the real PEFT cannot be pickled if its class has the name of a clas
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -31,15 +32,16 @@ _LOG = logging.getLogger(__name__)
 _OURS = "adapterzoo.peft"
 _SECTIONS = (f"{_OURS}.optimizers", f"{_OURS}.utils.hotswap")
 
-# an attribute of a module that is a module too: without PEFT, no file says so
+# the modules that scripts reach as attributes; without PEFT no file tells them from names
 _MODULES = frozenset(
-    "adalora auto aqlm awq bnb boft config constants dora eva functional gptq helpers hotswap hqq "
-    "ia3 import_utils integrations layer ln_tuning loftq_utils loha lokr lora lycoris_utils "
-    "mapping mapping_func merge_utils miss mixed mixed_model model oft optimizers other p_tuning "
-    "peft_model peft_types prefix_tuning prompt_tuning quantization_utils save_and_load "
-    "torchao trainable_tokens transformers_weight_conversion tuners tuners_utils utils vera "
-    "warning".split()
-)
+    ("adalora", "auto", "aqlm", "awq", "bnb", "boft", "config", "constants", "dora", "eva",
+     "functional", "gptq", "helpers", "hotswap", "hqq", "ia3", "import_utils", "integrations",
+     "layer", "ln_tuning", "loftq_utils", "loha", "lokr", "lora", "lycoris_utils", "mapping",
+     "mapping_func", "merge_utils", "miss", "mixed", "mixed_model", "model", "oft",
+     "optimizers", "other", "p_tuning", "peft_model", "peft_types", "prefix_tuning",
+     "prompt_tuning", "quantization_utils", "save_and_load", "torchao", "trainable_tokens",
+     "transformers_weight_conversion", "tuners", "tuners_utils", "utils", "vera", "warning")
+)  # fmt: skip
 
 
 def install() -> None:
@@ -51,6 +53,7 @@ def install() -> None:
     """
     if _FINDER in sys.meta_path:
         return
+    ours: Any = importlib.import_module(_OURS)
     _FINDER.kept |= {name: m for name, m in _taken().items() if isinstance(m, ModuleType)}
     sys.meta_path.insert(0, _FINDER)
     for name in _FINDER.kept:
@@ -59,7 +62,6 @@ def install() -> None:
     import_utils: Any = importlib.import_module("transformers.utils.import_utils")
     import_utils.is_peft_available.cache_clear()
     import_utils.is_peft_greater_or_equal.cache_clear()
-    ours: Any = importlib.import_module(_OURS)
     for name in ("transformers.trainer_utils", "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name]).update(
@@ -81,17 +83,20 @@ class _View(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         caller = sys._getframe(1)
-        is_of_peft = str(caller.f_globals.get("__name__")).partition(".")[0] == "peft"
-        if not is_of_peft and (home := _home_of(name)) is not None:
-            return getattr(home, name)
+        package = str(caller.f_globals.get("__name__")).partition(".")[0]
+        wants_real = package in ("peft", "adapterzoo")
+        if not wants_real and name in _names():
+            return getattr(importlib.import_module(_names()[name]), name)
         is_installed = _FINDER.real_spec("peft") is not None
         if _FINDER.real_spec(path) is not None or (not is_installed and name in _MODULES):
             return importlib.import_module(path)
         if is_installed:
             value = getattr(_FINDER.real(self.__name__), name)
-            if not is_of_peft:
+            if not wants_real:
                 _FINDER.log(path)
             return value
+        if wants_real:
+            raise AttributeError(f"there is no {path}: PEFT is not installed")
         try:
             return getattr(importlib.import_module(_OURS), name)
         except AttributeError as error:
@@ -102,21 +107,24 @@ class _View(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         real = _FINDER.kept.get(self.__name__)
-        if hasattr(real, name) and _home_of(name) is None and not isinstance(value, ModuleType):
-            setattr(real, name, value)
-        else:
+        is_dunder, is_module = name.startswith("__"), isinstance(value, ModuleType)
+        if real is None or is_dunder or is_module or name in _names() or name not in vars(real):
             super().__setattr__(name, value)
+        else:
+            setattr(real, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in vars(self):
+        real = _FINDER.kept.get(self.__name__)
+        if real is None or name in vars(self):
             super().__delattr__(name)
         else:
-            delattr(_FINDER.kept.get(self.__name__), name)
+            delattr(real, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*vars(self), *_names()})
 
 
+@functools.cache
 def _names() -> dict[str, str]:
     """Return the names that exist here, each with its module."""
     package: Any = importlib.import_module(_OURS)
@@ -125,12 +133,6 @@ def _names() -> dict[str, str]:
     for section in _SECTIONS:
         found |= dict.fromkeys(importlib.import_module(section).__all__, section)
     return found
-
-
-def _home_of(name: str) -> ModuleType | None:
-    """Return the module here that has a name."""
-    home = _names().get(name)
-    return None if home is None else importlib.import_module(home)
 
 
 class _Finder(Loader):
@@ -152,7 +154,7 @@ class _Finder(Loader):
         package = self.real_spec(above) if above else None
         if above and (package is None or package.submodule_search_locations is None):
             return None
-        path = package and package.submodule_search_locations
+        path = None if package is None else package.submodule_search_locations
         for finder in sys.meta_path:
             # a finder may forbid the package
             with contextlib.suppress(ImportError):
@@ -171,9 +173,10 @@ class _Finder(Loader):
         real = self.real_spec(name)
         if real is None and self.real_spec("peft") and name.rpartition(".")[2] not in _MODULES:
             return None
-        spec = ModuleSpec(name, self, origin=real and real.origin, is_package=True)
-        spec.has_location = real is not None
-        spec.submodule_search_locations = [*((real and real.submodule_search_locations) or ())]
+        spec = ModuleSpec(name, self, is_package=True)
+        if real is not None:
+            spec.origin, spec.has_location = real.origin, True
+            spec.submodule_search_locations = [*(real.submodule_search_locations or ())]
         return spec
 
     def find_distributions(

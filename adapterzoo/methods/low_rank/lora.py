@@ -146,9 +146,17 @@ class LoRAConfig(LowRankConfig):
         """Return one placement for each layer that the config names.
 
         Raises:
+            ConfigError: a convolution is to have what depends on tokens.
             SiteError: no layer matches, or the model cannot have the invocation there.
         """
         placements = super().placements(anatomy)
+        convolution = next((p.site for p in placements if p.site.kernel), None)
+        asks = self.use_gating or self.alora_invocation_tokens or self.init_weights in PLANS
+        if convolution is not None and asks:
+            raise ConfigError(
+                f"LoRAConfig at {convolution.path!r}: a convolution reads channels, not tokens. "
+                f"Write use_gating=False, alora_invocation_tokens=None, init_weights='lora'."
+            )
         if self.alora_invocation_tokens:
             _check_invocation(self, [placement.site for placement in placements], anatomy)
         return placements
@@ -310,12 +318,6 @@ class LoRA(LowRank):
             raise ConfigError(
                 f"LoRAConfig at {site.path!r}: only its weight can be adapted. Write "
                 f"use_gating=False, lora_bias=False."
-            )
-        limited = config.use_gating or config.alora_invocation_tokens
-        if site.kernel and (limited or config.init_weights in PLANS):
-            raise ConfigError(
-                f"LoRAConfig at {site.path!r}: a convolution reads channels, not tokens. Write "
-                f"use_gating=False, alora_invocation_tokens=None, init_weights='lora'."
             )
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
         self._options = config.options

@@ -11,7 +11,8 @@ is that of a LoRA of rank r², unless r is so large that ΔW itself is cheaper.
 
 Differs from the paper: no nonlinearity, as in all implementations. Differs from PEFT: ΔW is not
 built at low ranks; a layer that `module_dropout` drops gets gradients of zero; `rank_dropout` of
-all rows leaves zeros instead of NaN. Not in adapters.
+all rows leaves zeros instead of NaN; with third factors the gradients of w1_a and w2_a are exact,
+where PEFT's own backward is wrong. Not in adapters.
 Cost per site: 2 r (d_in + d_out) parameters; two products of rank r² in the forward.
 Cannot do: embeddings.
 """

@@ -6,7 +6,7 @@
 
 The folder of `--peft` holds PEFT's `tests`, as in its source distribution, with the `conftest.py`
 of a checkout; nothing of it is kept here. `models` fills a cache of the Hub with tiny random
-models, tokenizers and adapters under the names that the tests load. `names` puts the names of
-`adapterzoo.peft` in the place of PEFT's, and leaves what only PEFT has; `plugin` records each test.
-The tests need diffusers, parameterized and requests beside what ours need.
+models, tokenizers and adapters under the names that the tests load. `plugin` records each test; on
+adapterzoo it calls `adapterzoo.peft.install()` first, which leaves what only PEFT has. The tests
+need diffusers, parameterized and requests beside what ours need.
 """

@@ -7,6 +7,7 @@ number n for one in n tests; PEER_RESULTS, the file that is appended to.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import zlib
@@ -16,8 +17,6 @@ from typing import Any
 import pytest
 
 from peer import plugin
-
-from . import names
 
 
 class _Offline(Counter[str]):
@@ -32,7 +31,7 @@ _methods: dict[str, list[str]] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ["PEER_ON"] == "adapterzoo":
-        names.install()
+        importlib.import_module("adapterzoo.peft").install()
 
 
 @pytest.hookimpl(trylast=True)
