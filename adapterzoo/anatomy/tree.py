@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import nn
 
 from adapterzoo.contracts import Contained
@@ -118,7 +119,9 @@ class Tree:
 
 
 def _plain(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those below by path, each once; adapters are not a part of the model."""
+    """Yield a module and those below by path, each once, without adapters and scripted modules."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     module = unwrapped(module)
     if id(module) in seen or isinstance(module, Contained):
         return

@@ -251,9 +251,12 @@ def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
 
 
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
+    # a module with several names is one layer
     sharing: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        sharing.setdefault(id(p), []).append(name)
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                sharing.setdefault(id(p), []).append(f"{prefix}.{name}" if prefix else name)
     for path in paths:
         own = layer_at(model._backbone, path)._parameters.values()
         names = max((sharing.get(id(p), []) for p in own), key=len, default=[])

@@ -1,0 +1,135 @@
+"""`adapterzoo.peft.install()`: frameworks that import PEFT run on this library instead."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapterzoo.peft_arguments import PEFT_VERSION
+
+PROGRAM = Path(__file__).with_name("peft_host.py")
+HOSTS = ("accelerate", "transformers", "trl")
+# what hosts import for features that do not exist here
+LACKING = [
+    "peft.functional.delete_adapter",
+    "peft.utils.other.fsdp_auto_wrap_policy",
+    "peft.utils.transformers_weight_conversion.build_peft_weight_mapping",
+]
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "peft" else super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *context):
+        return (found for found in super().find_distributions(*context) if found.name != "peft")
+
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed"),
+]
+
+
+def ran(start: list[str], folder: Path, hiding: str = "") -> tuple[dict[str, Any], str]:
+    """What the program found in a fresh process, and what it printed."""
+    (folder / "sitecustomize.py").write_text(hiding)
+    tests = PROGRAM.parents[1]
+    paths = [folder, tests.parent, tests, tests / "integrations", PROGRAM.parent]
+    hosts = [Path(importlib.util.find_spec(name).origin).parent for name in HOSTS]
+    done = subprocess.run(
+        [sys.executable, *start, str(folder / "found.json"), *map(str, hosts)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads((folder / "found.json").read_text())
+    assert found["packages"]["arguments"] == [str(folder / "found.json")]
+    is_module = "peft_host" in start
+    assert found["packages"]["folder"] == str(folder if is_module else PROGRAM.parent)
+    return found, done.stdout
+
+
+@pytest.fixture(scope="module")
+def of_peft(tmp_path_factory):
+    """On PEFT itself."""
+    return ran([str(PROGRAM)], tmp_path_factory.mktemp("peft"))[0]
+
+
+@pytest.fixture(scope="module", params=["with PEFT", "without PEFT"])
+def here(request, tmp_path_factory):
+    """On adapterzoo: what was found, what was printed, and whether PEFT is hidden."""
+    folder = tmp_path_factory.mktemp("here")
+    start = ["-m", "adapterzoo.peft"]
+    if request.param == "with PEFT":
+        return *ran([*start, str(PROGRAM)], folder), False
+    return *ran([*start, "-m", "peft_host"], folder, HIDING), True
+
+
+def test_hosts_find_the_package_and_its_version(here):
+    found = here[0]["packages"]
+    assert found["is found"]
+    assert found["versions"] == [PEFT_VERSION] * 2
+    assert found["is available"] == [True, True]
+
+
+def test_names_are_ours_in_whichever_module(here):
+    assert set(here[0]["names"].values()) == {"adapterzoo"}
+
+
+def test_a_missing_name_is_pefts_once_said_or_an_error_that_helps(here):
+    found, printed, is_hidden = here
+    others = found["others"]
+    if is_hidden:
+        assert "its names: 'get_peft_model'" in others["from peft import get_peft_modle"]
+        assert all("has no 'VBLoRAConfig'" in text for line, text in others.items() if "VB" in line)
+        assert others["peft.VBLoRAConfig"].startswith("AttributeError")
+        assert others["from peft import VBLoRAConfig"].startswith("ImportError")
+    else:
+        assert others.pop("from peft import get_peft_modle").startswith("ImportError")
+        assert set(others.values()) == {"found"}
+    assert printed.count("come from PEFT") == (not is_hidden)
+
+
+def test_hosts_know_models_with_adapters_and_add_them(here, of_peft):
+    found = here[0]["models"]
+    assert found == {
+        "with": [True, True], "without": [False, False], "changes": True, "returns": True,
+        "pickled": [],
+    }  # fmt: skip
+    assert {**of_peft["models"], "pickled": []} == found
+    assert of_peft["models"]["pickled"]
+
+
+def test_what_hosts_import_is_there(here, of_peft):
+    assert of_peft["missing"] == []
+    assert here[0]["missing"] == (LACKING if here[2] else [])
+
+
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
+def test_trl_trains_as_with_peft(trainer, here, of_peft):
+    losses, files = here[0][trainer]
+    expected, expected_files = of_peft[trainer]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert files == expected_files
+
+
+def test_a_late_call_leaves_what_was_imported(of_peft):
+    assert of_peft["installed late"] == {
+        "a view": "adapterzoo.peft", "before": "peft", "their model": True, "their layer": True,
+        "what is missing": True, "their method": ["peft", True],
+    }  # fmt: skip
