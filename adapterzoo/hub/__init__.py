@@ -5,17 +5,19 @@ Nothing that this package raises, logs or writes contains a token.
 
 from __future__ import annotations
 
-from .download import resolve, resolve_setup
+from .download import resolve, resolve_file, resolve_setup
 from .search import AdapterInfo, adapter_info, list_adapters
-from .upload import CardText, push
+from .upload import CardText, completed_card, push
 
 __all__ = [
     "AdapterInfo",
     "CardText",
     "adapter_info",
+    "completed_card",
     "list_adapters",
     "push",
     "resolve",
+    "resolve_file",
     "resolve_setup",
 ]
 

@@ -106,6 +106,38 @@ def resolve_setup(
     )  # fmt: skip
 
 
+@names_call
+def resolve_file(
+    adapter_name_or_path: str | os.PathLike[str],
+    file: str,
+    revision: str | None = None,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: bool | str | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> Path:
+    """Return the path of one file of an adapter; download it to the cache if it is on the Hub.
+
+    Arguments are those of `resolve`, without old ids.
+
+    Args:
+        adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
+        file: its name.
+
+    Raises:
+        HubError: the file cannot be downloaded.
+    """
+    ref = locate(adapter_name_or_path, None)
+    if isinstance(ref, Path):
+        return ref / file
+    folder = _download(
+        ref, [file], revision=revision, cache_dir=cache_dir, token=token,
+        local_files_only=local_files_only, force_download=force_download,
+    )  # fmt: skip
+    return folder / file
+
+
 def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
     """Return the folder of an adapter on the Hub; the options are those of `_download`.
 

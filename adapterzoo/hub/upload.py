@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -310,3 +310,19 @@ def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def completed_card(file: Path, fields: Mapping[str, Any], tags: Iterable[str], text: str) -> bytes:
+    """Return a model card with some metadata; the rest of one that is there stays.
+
+    Args:
+        file: where the card may be.
+        fields: of the metadata.
+        tags: to add.
+        text: of a new card.
+    """
+    card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n" + text)
+    given: Any = card.data
+    every = dict.fromkeys((*(given.tags or ()), *tags))
+    data = ModelCardData(**{**given.to_dict(), **fields, "tags": [*every]})
+    return f"---\n{data.to_yaml()}\n---\n{card.text}".encode()

@@ -122,7 +122,7 @@ class PeftConfig:
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
         given = pretrained_model_name_or_path
         path = given if subfolder is None else Path(given, subfolder)
-        values = cls.from_json_file(hub.resolve(path, **options) / CONFIG)
+        values = cls.from_json_file(hub.resolve_file(path, CONFIG, **options))
         return from_values(values, kwargs)
 
     @classmethod

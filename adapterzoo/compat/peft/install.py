@@ -126,10 +126,10 @@ class _View(ModuleType):
 
 @functools.cache
 def _names() -> dict[str, str]:
-    """Return the names that exist here, each with its module."""
+    """Return PEFT's names that exist here, each with its module."""
     package: Any = importlib.import_module(_OURS)
     made = {n for n in dir(package) if n not in vars(package) and n not in NOT_MADE}
-    found = dict.fromkeys({*package.__all__, *made}, _OURS)
+    found = dict.fromkeys({*package.__all__, *made} - {"__version__", "install"}, _OURS)
     for section in _SECTIONS:
         found |= dict.fromkeys(importlib.import_module(section).__all__, section)
     return found
@@ -191,7 +191,7 @@ class _Finder(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Give a view what `from … import *` reads, and the version."""
-        vars(module).update(__all__=sorted({*_names()} - {"__version__"}))
+        vars(module).update(__all__=sorted(_names()))
         if module.__name__ == "peft":
             vars(module).update(__version__=PEFT_VERSION)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adapterzoo.errors import unknown_name
 from adapterzoo.inject import changes
 from adapterzoo.inject.adapted import Adapted, adapters_of, asked_of_layers
-from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, stores_transposed
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stores_transposed
 from adapterzoo.methods._copies import TokenRows
 from adapterzoo.methods.low_rank.dora import Magnitudes
 from adapterzoo.methods.low_rank.factors import LowRank
@@ -164,6 +164,15 @@ def _values(attribute: str, embedding: bool | None = None) -> Callable[[Any], By
     return values
 
 
+def _widths(layer: Any) -> tuple[int, int]:
+    if isinstance(layer, nn.Embedding):
+        return layer.num_embeddings, layer.embedding_dim
+    if hasattr(layer, "in_channels"):
+        return layer.in_channels, layer.out_channels
+    w = matrix(layer)
+    return w.shape[-1], w.shape[-2]
+
+
 def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
     records = model_of(layer._link.active)._adapter_state.records
     return ((name, records[name].config) for name in ByAdapter(layer, LowRank, "scaling"))
@@ -174,6 +183,7 @@ asked_of_layers.update(
     active_adapters=active_in,
     disable_adapters=lambda layer: not active_in(layer),
     get_delta_weight=lambda layer: lambda name: delta_weight(layer, name),
+    in_features=lambda layer: _widths(layer)[0],
     lora_A=_values("lora_A", False),
     lora_B=_values("lora_B", False),
     lora_alpha=lambda layer: {n: c.alpha_at(layer._link.path) for n, c in _configs(layer)},
@@ -182,6 +192,7 @@ asked_of_layers.update(
     lora_magnitude_vector=lambda layer: ByAdapter(layer, Magnitudes, "m"),
     merged=lambda layer: bool(merged_in(layer)),
     merged_adapters=merged_in,
+    out_features=lambda layer: _widths(layer)[1],
     r=lambda layer: {n: c.rank_at(layer._link.path) for n, c in _configs(layer)},
     scaling=_values("scaling"),
     token_adapter=lambda layer: Tokens(ByAdapter(layer, TokenRows, "rows")),

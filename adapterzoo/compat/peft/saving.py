@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig
 
+from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats import files
@@ -28,6 +28,7 @@ from adapterzoo.model.hf.info import name_of
 from adapterzoo.model.state import (
     AdaptedModel,
     config_of,
+    is_plain,
     modules_of,
     output_embeddings_of,
     token_table,
@@ -255,15 +256,11 @@ def write_card(model: Any, folder: Path) -> None:
         folder: of the card.
     """
     path, base = folder / "README.md", name_of(model)
-    card = ModelCard.load(path) if path.is_file() else ModelCard("---\n{}\n---\n")
-    kinds = {str(config.peft_type.value).lower() for config in configs_of(model).values()}
-    given: Any = card.data
-    tags = [*(given.tags or []), *sorted(kinds)]
+    kinds = (getattr(c.peft_type, "value", c.peft_type) for c in configs_of(model).values())
+    tags = sorted({str(kind).lower() for kind in kinds})
+    tags += ["transformers"] if not is_plain(model) else []
     tags += [] if base is None else [f"base_model:adapter:{base}"]
-    own = {"library_name": "peft", "tags": [*dict.fromkeys(tags)]}
-    own |= {} if base is None else {"base_model": base}
-    card.data = ModelCardData(**{**card.data.to_dict(), **own})
-    if not path.is_file():
-        named = "a model" if base is None else f"`{base}`"
-        card.text = f"\n# Adapter for {named}\n\nSaved by adapterzoo, in the format of PEFT.\n"
-    files.write_all(folder, {path.name: f"---\n{card.data.to_yaml()}\n---\n{card.text}".encode()})
+    fields = {"library_name": "peft", **({} if base is None else {"base_model": base})}
+    named = "a model" if base is None else f"`{base}`"
+    text = f"\n# Adapter for {named}\n\nSaved by adapterzoo, in the format of PEFT.\n"
+    files.write_all(folder, {path.name: hub.completed_card(path, fields, tags, text)})

@@ -31,7 +31,7 @@ from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.caches import cached
 from adapterzoo.config import Choice, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import StateError
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, divided, row_gain, row_norm, weight_norm
 from adapterzoo.kernels.grouped import (
@@ -82,6 +82,8 @@ class Magnitudes(LowRankUpdate):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
+        at_groups: whether the layer is a convolution with groups, see `LowRank`: the norm is that of
+            W plus s times the numbers of B A as PEFT orders them.
         factor: name of a parameter in the dtype of all but the magnitudes.
     """
 
@@ -100,11 +102,7 @@ class Magnitudes(LowRankUpdate):
             ConfigError: the site cannot have such an adapter.
         """
         super().__init__(config, site, device, dtype)
-        if site.groups > 1:
-            raise ConfigError(
-                f"{type(config).__name__} at {site.path!r}: the update of a convolution with "
-                f"groups is not a change of its weight, and has no norm. Write LoRAConfig(…)."
-            )
+        self.at_groups = site.groups > 1
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
@@ -120,6 +118,11 @@ class Magnitudes(LowRankUpdate):
         return cached(self, compute, sources, self.scaling)
 
     def _gain(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
+        if self.at_groups:
+            # as in PEFT, whose norm takes the numbers of B as they lie
+            change = (b.reshape(-1, len(a)) @ a).view_as(base.weight)
+            w = (base.weight + self.scaling * change).detach().to(self.m.dtype)
+            return divided(self.m, w.norm(dim=1))
         if not self.adapterhub:
             return row_gain(base.weight, a, b, self.m, self.scaling)
         return divided(self.m, self.norm(base, a, b))
@@ -188,7 +191,16 @@ class Magnitudes(LowRankUpdate):
         return restored(out.to(y.dtype), y, groups)
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
+        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front.
+
+        Raises:
+            StateError: the layer is a convolution with groups.
+        """
+        if self.at_groups:
+            raise StateError(
+                "B A reads the channels of all groups of the convolution, and its weight cannot. "
+                "Keep the adapter active."
+            )
         factors = self.update_factors(base)
         direction = direction_reference(base.weight, *factors, self.scaling)
         return w + (self.gain(base, factors).unsqueeze(-1) * direction - base.weight)

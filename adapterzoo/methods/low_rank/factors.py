@@ -364,6 +364,9 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             )
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fill_a, fill_b = drawing(config.init_weights, rank, source)
+        if self.at_embedding and config.init_weights == "lora":
+            # as in PEFT: each token reads one column of A
+            fill_a, fill_b = constant(0.0), normal(1.0, source)
         dtype = config.dtype_at(dtype)
         columns, rows = site.d_in * site.groups, rank // site.groups
         self.lora_A = drawn((*site.lead, rank, columns), fill_a, device, dtype)

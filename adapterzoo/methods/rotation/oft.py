@@ -9,8 +9,8 @@ rotated.
 Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
 parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
-takes another one; a convolution computes with the rotated weight, as in PEFT after merging (before
-it, PEFT adds up rotated patches that overlap, and its files for kernels above 1 are refused).
+takes another one; with `convention="peft"` a convolution cannot be merged, where PEFT merges another
+function than that of its forward.
 Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
 """
 
@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import fold, unfold
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import (
     FLAG,
     MAX_WIDTH,
     SEED,
+    Choice,
     Placement,
     Positive,
     Range,
@@ -38,7 +40,7 @@ from adapterzoo.config import (
     without_idle,
 )
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
@@ -46,7 +48,7 @@ from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, genera
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, Tensors, spelled
+from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
 from .rotating import Rotating, block_sizes, dropped
 
@@ -76,6 +78,9 @@ class OFTConfig(TargetedConfig):
         init_weights: True: no rotation; False: normal with deviation 0.1.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
+        convention: of convolutions with a kernel above 1. "paper": their weight is rotated; "peft":
+            each patch of the input is, and the rotated patches are added up in PEFT's order before
+            the convolution, so that even a new adapter changes the output.
     """
 
     training_fields = TargetedConfig.training_fields | {"module_dropout"}
@@ -91,6 +96,7 @@ class OFTConfig(TargetedConfig):
     init_weights: bool = True
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
+    convention: str = field("paper", Choice("paper", "peft"))
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -176,6 +182,7 @@ class OFT(Rotating):
         eps: bound of the norms; None: there is none.
         dropout: share of the blocks that training replaces by the identity.
         looks_up: whether the layer is an embedding, whose output is rotated.
+        kernel: of a convolution whose patches are added up; else empty.
     """
 
     def __init__(
@@ -197,6 +204,13 @@ class OFT(Rotating):
         self.looks_up = site.kind == "embedding"
         if site.is_only_read or not self.looks_up:
             check_site(config, site, "module_dropout", embeddings=True)
+        adds_up = config.convention == "peft" and math.prod(site.kernel) > 1
+        self.kernel = site.kernel if adds_up else ()
+        if adds_up and (len(site.kernel) != 2 or site.groups > 1):
+            raise ConfigError(
+                f"OFTConfig(convention='peft') at {site.path!r}: PEFT has plain 2-D convolutions "
+                f"only. Write convention='paper'."
+            )
         self.block_size, self.block_number = b, number = config.blocks_at(site)
         self.terms = config.num_cayley_neumann_terms if config.use_cayley_neumann else 0
         self.eps = config.eps if config.coft else None
@@ -250,11 +264,29 @@ class OFT(Rotating):
         b = self.block_size
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.block_number, b, b)
 
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the rotated convolution, or that of rotated patches, `[*rows, d_out, *places]`."""
+        if not self.kernel:
+            return super().convolved(x, base)
+        patches = unfold(x, self.kernel).mT  # [*rows, places, d_in]
+        turned = rotated(patches, self.rotation(patches)).to(x.dtype)
+        # PEFT takes the numbers [channels, places, kernel] for [channels · kernel, places]
+        by_channel = turned.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2)
+        return base(fold(by_channel.reshape(patches.mT.shape), x.shape[-2:], self.kernel))
+
     def turned(self, w: Tensor, base: BaseLayer, dropout: float) -> Tensor:
         """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
 
         In an embedding, whose columns are the tokens, it is Rotᵀ · w.
+
+        Raises:
+            StateError: patches are added up.
         """
+        if self.kernel:
+            raise StateError(
+                "OFTConfig(convention='peft') adds up patches of the input, which no weight does. "
+                "Keep the adapter active."
+            )
         Q = self.rotations(w.dtype)
         Q = without(Q, dropped(Q, dropout)) if dropout else Q
         with exactly(w.device):
@@ -283,8 +315,8 @@ _ARGUMENTS = PeftArguments(
         "oft_block_size": ours(32, "oft_block_size", Range(0, MAX_WIDTH)),
         "init_weights": ours(True, "init_weights"),
     },
+    implied={"convention": "peft"},
 )
-_PATCHES = "where PEFT adds up rotated patches that overlap, and does not when it merges"
 # the first release of PEFT with today's Neumann series
 _RELEASE = "0.18.0"
 
@@ -309,7 +341,7 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
     The tensor gives the blocks: PEFT takes the nearest size or number that divides the width.
     """
-    fields = without_idle(OFTConfig, fields)
+    fields = {**without_idle(OFTConfig, fields), "convention": "peft"}
     # a tensor has b (b - 1) / 2 numbers for each block of b features
     b = (1 + math.isqrt(1 + 8 * layer.tensors["oft_R"].shape[-1])) // 2
     number, rest = divmod(rotated_features(layer.site), b)
@@ -319,22 +351,10 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     return {**fields, **({"r": number} if fields["r"] else {"oft_block_size": b})}
 
 
-def _read(layer: PeftLayer) -> Tensors:
-    """Return the tensors of a layer.
-
-    Raises:
-        CheckpointError: PEFT computes something else there.
-    """
-    if math.prod(layer.site.kernel) > 1:
-        raise CheckpointError(
-            f"{layer.name!r} is a convolution, {_PATCHES}. Train it here: OFTConfig(…)."
-        )
-    return layer.tensors
-
-
 def _unsayable(placement: Placement) -> str | None:
-    if math.prod(placement.site.kernel) > 1:
-        return f"OFT at {placement.site.path!r}, a convolution, {_PATCHES}"
+    site = placement.site
+    if math.prod(site.kernel) > 1 and placement.config["convention"] != "peft":
+        return f"OFTConfig(convention='paper') at {site.path!r}, where PEFT adds up patches"
     return unsayable(placement, "an OFTConfig", "PEFT has no OFT")
 
 
@@ -357,7 +377,6 @@ spelled(
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
         refuse=_refuse,
         read_fields=_read_fields,
-        read=_read,
         unsayable=_unsayable,
         write_layers=_write_layers,
     )
