@@ -507,8 +507,8 @@ class WeightAdapter(Adapter):
     """An adapter that equals a changed weight, so that it can be merged into the layer.
 
     Attributes:
-        is_additive: whether `merged_weight` adds something that does not depend on the layer, so that
-            it does not matter which of several such adapters are merged and which are active.
+        is_additive: whether `merged_weight` adds something that does not depend on the layer, so
+            that it does not matter which of several such adapters are merged and which are active.
         keeps_weight: whether only the bias changes, so that the layer needs no weight matrix.
         adapts_convolutions: whether it can adapt a convolution too.
     """

@@ -230,14 +230,14 @@ def test_a_real_model_builds_each_weight_once(tiny, family, monkeypatch):
     model.config._experts_implementation = "eager"
     model.add_adapter("a", "lora[selfattn_lora=False,intermediate_lora=True,output_lora=True]")
     stir(model, "a")
-    weight = FusedAdapters.weight
+    weight = FusedAdapters.merged_weight
     built: list[int] = []
 
     def counting(adapters, w, base):
         built.append(id(adapters))
         return weight(adapters, w, base)
 
-    monkeypatch.setattr(FusedAdapters, "weight", counting)
+    monkeypatch.setattr(FusedAdapters, "merged_weight", counting)
     model.set_active_adapters("a")
     found = output(model, **inputs)
     assert sorted(built) == sorted(set(built))

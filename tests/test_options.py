@@ -68,7 +68,7 @@ VALUES: dict[str, Any] = {
     "vocab_size": 50,
 }
 INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "houlsby": "bert",
-                "ia3": "bert", "vera": "bert"}  # fmt: skip
+                "ia3": "bert", "vera": "random", None: "zero"}  # fmt: skip
 # of one method, where those above have no meaning
 OWN_VALUES: dict[tuple[str, str], Any] = {
     ("ln_tuning", "exclude_modules"): ["attention.output.LayerNorm"],

@@ -272,8 +272,6 @@ def test_rows_alone_refused(tmp_path):
     ]:
         with refused(model, AdapterZooError, *words):
             model.add_adapter("a", TrainableTokensConfig(**fields))
-    with refused(model, ConfigError, "init_weights=False", "init_weights=True"):
-        model.add_adapter("a", peft.TrainableTokensConfig(token_indices=[1], init_weights=False))
     both = [
         TrainableTokensConfig(token_indices=[1]),
         TrainableTokensConfig(token_indices=[2], target_modules=["position_embeddings"]),

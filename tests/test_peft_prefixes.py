@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -13,8 +15,9 @@ from peft_world import QUIET, TENSORS, change, for_peft, logits, ours, plain, re
 from safetensors.torch import load_file, save_file
 from snapshots import snapshot, stir
 
+import adapterzoo
 from adapterzoo import PrefixTuningConfig
-from adapterzoo.errors import CheckpointError, SiteError
+from adapterzoo.errors import CheckpointError
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
@@ -221,9 +224,29 @@ def test_a_lora_with_a_prompt_in_its_file_is_refused(tmp_path):
         ours("gpt2").load_adapter(tmp_path, load_as="a")
 
 
-def test_a_model_that_counts_its_tokens_by_itself_is_refused(tmp_path):
-    model = transformers.BartForConditionalGeneration(tiny_config("bart"))
-    config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    with pytest.raises(SiteError, match=r"load_adapter.*'decoder.embed_positions'.*counts"):
-        ours("bart").load_adapter(tmp_path, load_as="a")
+@pytest.mark.parametrize("family", ["bart", "opt"])
+def test_a_table_that_counts_its_tokens_by_itself(tmp_path, family):
+    """Tokens follow the prefix, in one call and step by step through a cache."""
+    auto, task = {
+        "bart": (transformers.BartForConditionalGeneration, "SEQ_2_SEQ_LM"),
+        "opt": (transformers.OPTForCausalLM, "CAUSAL_LM"),
+    }[family]
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "ffn_dim": 32,
+             "num_attention_heads": 2, "vocab_size": 99, "max_position_embeddings": 64}  # fmt: skip
+    config = transformers.OPTConfig(**sizes) if family == "opt" else tiny_config(family)
+    plain = auto(config).eval()
+    config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3)
+    theirs = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    theirs.save_pretrained(tmp_path)
+    inputs = tiny_inputs("gpt2" if family == "opt" else family)
+    with torch.no_grad():
+        expected = theirs(**inputs).logits
+    model = adapterzoo.init(plain)
+    model.load_adapter(tmp_path, load_as="a", set_active=True)
+    with torch.no_grad():
+        close(model(**inputs).logits, expected.double(), 1e-6)
+        ids = inputs["input_ids"][:, :5]
+        fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        generated = model.generate(input_ids=ids, **fixed)
+        again = model.generate(input_ids=ids, **fixed, use_cache=False)
+    assert torch.equal(generated, again)

@@ -177,7 +177,7 @@ class Site:
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether it is a projection of `nn.MultiheadAttention`, which the module's name selects."""
+        """Whether it is of an `nn.MultiheadAttention`, which the module's name selects."""
         return self.parameter in ("in_proj_weight", "out_proj.weight")
 
     @property

@@ -119,11 +119,7 @@ def resolve_file(
 ) -> Path:
     """Return the path of one file of an adapter; download it to the cache if it is on the Hub.
 
-    Arguments are those of `resolve`, without old ids.
-
-    Args:
-        adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
-        file: its name.
+    `file` is its name; the other arguments are those of `resolve`, without old ids.
 
     Raises:
         HubError: the file cannot be downloaded.

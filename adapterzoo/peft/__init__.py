@@ -30,6 +30,7 @@ from adapterzoo.compat.peft.classes import (
 )
 from adapterzoo.compat.peft.install import install
 from adapterzoo.compat.peft.model import (
+    TASK_CLASSES,
     AutoPeftModel,
     AutoPeftModelForCausalLM,
     AutoPeftModelForFeatureExtraction,
@@ -37,6 +38,7 @@ from adapterzoo.compat.peft.model import (
     AutoPeftModelForSeq2SeqLM,
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
+    PeftMixedModel,
     PeftModel,
     cast_mixed_precision_params,
     get_base_model_state_dict,
@@ -50,7 +52,7 @@ from adapterzoo.compat.peft.model import (
     set_base_model_state_dict,
     set_peft_model_state_dict,
 )
-from adapterzoo.compat.peft.standins import LAYER_CLASSES, TASK_CLASSES, PeftMixedModel
+from adapterzoo.compat.peft.standins import LAYER_CLASSES
 from adapterzoo.compat.peft.status import get_layer_status, get_model_status
 from adapterzoo.errors import listing
 

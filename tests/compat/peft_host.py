@@ -174,6 +174,10 @@ def installed_late() -> dict[str, Any]:
     ours = importlib.import_module("peft")
     vera = peft.VBLoRAConfig(num_vectors=4, vector_length=8, target_modules=["q_proj"], topk=2, r=2)
     wrapped = before.get_peft_model(plain(AutoModelForCausalLM, "llama"), vera)
+    # a late import in code of PEFT, and of this library, which asks for what PEFT has wrapped
+    late: list[dict[str, Any]] = [{"__name__": "peft.mapping"}, {"__name__": "adapterzoo.model"}]
+    for namespace in late:
+        exec("from peft import LoraConfig", namespace)
     return {
         "a view": ours.LoraConfig.__module__,
         "before": before.LoraConfig.__module__.partition(".")[0],
@@ -181,6 +185,7 @@ def installed_late() -> dict[str, Any]:
         "their layer": isinstance(
             theirs.base_model.model.model.layers[0].self_attn.q_proj, ours.tuners.lora.LoraLayer
         ),
+        "own code": [namespace["LoraConfig"] is before.LoraConfig for namespace in late],
         "what is missing": ours.VBLoRAConfig is before.VBLoRAConfig,
         "their method": [type(wrapped).__module__.partition(".")[0], _is_peft_model(wrapped)],
     }

@@ -92,7 +92,7 @@ def test_their_example_runs_with_the_import_changed(task, tmp_path):
     torch.testing.assert_close(mine["again"], mine["logits"], **EXACT)
     # PEFT counts trainable parameters of a head and also its original
     assert mine["counts"][0] == theirs["counts"][0]
-    assert mine["files"] == [name for name in theirs["files"] if name != "README.md"]
+    assert mine["files"] == theirs["files"]
     # each library reads the other's folder
     load = getattr(transformers, auto).from_pretrained
     inputs = tiny_inputs(family)
@@ -126,13 +126,11 @@ def test_adapters_are_saved_to_the_folders_that_peft_has(wrapped, tmp_path):
     assert (tmp_path / "all" / "adapter_config.json").is_file()
     assert (tmp_path / "all" / "b" / "adapter_model.safetensors").is_file()
     wrapped.save_pretrained(tmp_path / "one", selected_adapters=["b"])
-    assert [p.name for p in (tmp_path / "one").iterdir()] == ["b"]
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {"README.md", "b"}
     with pytest.raises(UnknownNameError, match=r"save_pretrained.*there is no adapter 'c'"):
         wrapped.save_pretrained(tmp_path / "two", selected_adapters=["b", "c"])
     with pytest.raises(ConfigError, match="path_initial_model_for_weight_conversion"):
         wrapped.save_pretrained(tmp_path / "two", path_initial_model_for_weight_conversion="x")
-    with pytest.raises(ConfigError, match="safe_serialization"):
-        wrapped.save_pretrained(tmp_path / "two", safe_serialization=False)
     assert not (tmp_path / "two").exists()
 
 
@@ -164,8 +162,8 @@ def test_merging_gives_the_plain_class(wrapped):
 
 def test_a_config_that_is_refused_leaves_a_plain_model():
     base = transformers.LlamaForCausalLM(tiny_config("llama"))
-    with pytest.raises(ConfigError, match="init_lora_weights=False"):
-        adapterzoo.peft.get_peft_model(base, adapterzoo.peft.LoraConfig(init_lora_weights=False))
+    with pytest.raises(ConfigError, match="use_qalora=True"):
+        adapterzoo.peft.get_peft_model(base, adapterzoo.peft.LoraConfig(use_qalora=True))
     assert type(base) is transformers.LlamaForCausalLM
 
 
@@ -182,7 +180,7 @@ def test_configs_are_objects_with_their_fields(tmp_path):
     config.save_pretrained(tmp_path)
     assert adapterzoo.peft.PeftConfig.from_pretrained(tmp_path) == config
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).r == 6
-    with pytest.raises(TypeError, match=r"LoraConfig\(rank=4\): there is no such field"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rank'"):
         adapterzoo.peft.LoraConfig(rank=4)
     with pytest.raises(AttributeError, match="XLoraConfig"):
         _ = adapterzoo.peft.XLoraConfig

@@ -131,5 +131,5 @@ def test_trl_trains_as_with_peft(trainer, here, of_peft):
 def test_a_late_call_leaves_what_was_imported(of_peft):
     assert of_peft["installed late"] == {
         "a view": "adapterzoo.peft", "before": "peft", "their model": True, "their layer": True,
-        "what is missing": True, "their method": ["peft", True],
+        "own code": [True, True], "what is missing": True, "their method": ["peft", True],
     }  # fmt: skip

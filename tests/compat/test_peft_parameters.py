@@ -396,7 +396,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout": ({"target_parameters": BOTH, "lora_dropout": 0.1}, ConfigError, "dropout=0.0"),
     "a bias of B": ({"target_parameters": BOTH, "lora_bias": True}, ConfigError, "lora_bias=False"),
     "eva": ({"target_parameters": BOTH, "init_lora_weights": "eva"}, ConfigError, "whole linear"),
-    "biases": ({"target_parameters": BOTH, "bias": "lora_only"}, SiteError, "no layer has one"),
     "a pattern": (
         {"target_parameters": BOTH, "rank_pattern": {"q_proj": 2}}, SiteError, "no adapted layer"
     ),

@@ -132,7 +132,10 @@ def merged_weight(adapter, layer):
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_the_merged_weight_is_the_layer(m):
     adapter, layer = built(boft_n_butterfly_factor=m), linear()
-    w, b = adapter.merged_weight(layer.weight, base_of(layer)), adapter.merged_bias(layer.bias, base_of(layer))
+    w, b = (
+        adapter.merged_weight(layer.weight, base_of(layer)),
+        adapter.merged_bias(layer.bias, base_of(layer)),
+    )
     torch.testing.assert_close(w.detach(), merged_weight(adapter, layer), rtol=0, atol=1e-12)
     assert torch.equal(b, layer.bias)
 

@@ -195,7 +195,7 @@ def test_embeddings_are_trained_on_request(model):
     model.add_adapter("a", "lora")
     model.train_adapter("a", train_embeddings=True)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    table = "bert.embeddings.word_embeddings.adapters.a.table.weight"
+    table = "bert.embeddings.word_embeddings.modules_to_save.a.table.weight"
     assert {n for n in trained if ".loras.a." not in n} == {table}
 
 

@@ -291,7 +291,6 @@ WRONG = {
     "none": ({"trainable_token_indices": []}, ConfigError, "different token numbers"),
     "outside": ({"trainable_token_indices": [1, 10**6]}, SiteError, "resize_token_embeddings"),
     "no table": ({"trainable_token_indices": {"nope": [1]}}, SiteError, "no embedding 'nope'"),
-    "a bias of LLaMA": ({"bias": "all"}, SiteError, "bias='none'"),
     "another bias": ({"bias": "some"}, ConfigError, "lora_only"),
     "both ways": (
         {"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]},
@@ -312,6 +311,16 @@ def test_wrong_input_changes_nothing(case):
         model.add_adapter("a", LoRAConfig(**fields))
     assert model.state_dict().keys() == before.keys()
     assert not any(isinstance(m, adapterzoo.inject.Adapted) for m in model.modules())
+
+
+def test_a_model_without_biases_has_none_to_train():
+    model = ours("llama")
+    with pytest.warns(UserWarning, match="no layer has one to train"):
+        model.add_adapter("a", LoRAConfig(bias="all"))
+    assert {path.rpartition(".")[2] for path, _ in model.adapter_modules("a")} == {
+        "q_proj",
+        "v_proj",
+    }
 
 
 def test_shared_tables_and_odd_layers_are_refused_by_name():

@@ -92,7 +92,7 @@ def test_the_base_model_keeps_its_embeddings(family):
     table = table_of(model, "a")
     assert not torch.equal(table, model.get_input_embeddings().weight)
     names = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert any(n.endswith(".adapters.a.table.weight") for n in names)
+    assert any(n.endswith(".modules_to_save.a.table.weight") for n in names)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,7 +165,7 @@ def test_the_whole_model_keeps_them(family, way, tmp_path):
     assert table_of(again, "a") is not table_of(model, "a")
     assert ties(again) == ties(model)
     paths = tables_of(again, "a")
-    tables = {id(again._backbone.get_submodule(p).adapters["a"].table.weight) for p in paths}
+    tables = {id(again._backbone.get_submodule(p).modules_to_save["a"].table.weight) for p in paths}
     assert len(tables) == 1
     head = again.get_head("a").output_embeddings.weight
     assert (head is table_of(again, "a")) == (family != "llama")

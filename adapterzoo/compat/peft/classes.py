@@ -131,6 +131,7 @@ class PeftConfig:
 
         Args:
             path_json_file: the file.
+            **_kwargs: have no effect, as in PEFT.
 
         Raises:
             CheckpointError: there is none, or it is damaged.

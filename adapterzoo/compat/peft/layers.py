@@ -1,7 +1,8 @@
 """PEFT's attributes of a layer with adapters, such as `layer.lora_A["default"].weight`.
 
-Layers here are not wrapped: `adapter_modules` gives their adapters. Code written for PEFT's wrappers
-finds what it reads there at the layer itself, unless the layer's class has an attribute of the name.
+Layers here are not wrapped: `adapter_modules` gives their adapters. Code written for PEFT's
+wrappers finds what it reads there at the layer itself, unless the layer's class has an attribute of
+the name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adapterzoo.errors import unknown_name
+from adapterzoo.errors import StateError, unknown_name
 from adapterzoo.inject import changes
 from adapterzoo.inject.adapted import Adapted, adapters_of, asked_of_layers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stores_transposed
@@ -89,8 +90,12 @@ class ByAdapter(MutableMapping[str, Any]):
         setattr(self.found[name], self._attribute, value)
 
     def __delitem__(self, name: str) -> None:
-        """Refuse: `delete_adapter` deletes."""
-        raise TypeError(f"{self._attribute}[{name!r}]: write delete_adapter({name!r}).")
+        """Refuse: `delete_adapter` deletes.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(f"{self._attribute}[{name!r}] stays. Write delete_adapter({name!r}).")
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the adapters."""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple, Self, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.hub import PushToHubMixin
 
@@ -27,7 +26,7 @@ from adapterzoo.contracts import WeightAdapter
 from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.reading import CONFIG
+from adapterzoo.formats.peft.reading import CONFIG, task_of
 from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.building import plain_state
@@ -54,7 +53,7 @@ from adapterzoo.model.state import base_prefix, dtype_of, modules_of, parameters
 from adapterzoo.patterns import around
 from adapterzoo.peft_arguments import also_named, is_peft
 
-from . import saving
+from . import saving, standins, status
 from .classes import PeftConfig, from_values, plain_value
 from .methods import DEFAULT, encoded, encoded_record, fill, one_name, trained_tensors
 from .saving import configs_of, embedding_tensors, keep, with_values
@@ -89,36 +88,7 @@ class ActiveAdapters(list[str]):
     __hash__ = None
 
 
-class ModelType(type):
-    """The type of `PeftModel`: calling it adds an adapter to a model.
-
-    A model of the real PEFT counts as an instance too.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the model with the adapter: `get_peft_model` with the same arguments."""
-        if cls.__module__ == __name__:
-            return get_peft_model(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        """Return whether it is a model of this class, here or in PEFT."""
-        if any(_is_of_peft(c, cls.__name__) for c in type(instance).__mro__):
-            return True
-        if not super().__instancecheck__(instance):
-            return cls._takes(instance)
-        return True
-
-    def _takes(cls, instance: object) -> bool:
-        """Return whether a model is an instance although its class is not below this one."""
-        return False
-
-
-def _is_of_peft(cls: type, name: str) -> bool:
-    return cls.__name__ == name and cls.__module__.partition(".")[0] == "peft"
-
-
-class PeftModel(metaclass=ModelType):
+class PeftModel(metaclass=standins.ModelType):
     """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
@@ -127,6 +97,10 @@ class PeftModel(metaclass=ModelType):
     # how transformers asks whether a quantized model has something to train
     _hf_peft_config_loaded = True
     _is_saved_for_peft = True
+
+    @staticmethod
+    def _called(*args: Any, **kwargs: Any) -> Any:
+        return get_peft_model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Find what PEFT's wrappers hold: `base_model`, and `model` in that, are the model."""
@@ -240,7 +214,9 @@ class PeftModel(metaclass=ModelType):
             ConfigError: an argument is not legal.
         """
         if ephemeral_gpu_offload:
-            raise ConfigError("ephemeral_gpu_offload=True: layers stay on their devices. Leave it.")
+            raise ConfigError(
+                "ephemeral_gpu_offload=True: layers stay on their devices. Leave it out."
+            )
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
@@ -359,7 +335,7 @@ class PeftModel(metaclass=ModelType):
         # `Trainer` reads `model.safetensors` of models that are not of PEFT's class; a trainer of
         # sharded models has files of its own
         folder = Path(save_directory)
-        is_step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
+        is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
         if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
             trained = trained_tensors(cast("Any", self))
             files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
@@ -398,9 +374,10 @@ class PeftModel(metaclass=ModelType):
         """The config of the active adapter.
 
         Raises:
+            CheckpointError: PEFT's format cannot express it.
             StateError: not exactly one is active.
         """
-        return configs_of(self)[one_name(cast("Any", self), None)]
+        return saving.config_of_adapter(self, one_name(cast("Any", self), None))
 
     @property
     def active_adapters(self) -> ActiveAdapters:
@@ -465,14 +442,10 @@ class PeftModel(metaclass=ModelType):
     def get_layer_status(self) -> Any:
         """Return the adapters of each layer: `get_layer_status(model)`."""
         # late: it asks for PEFT's classes of layers, which are below this class
-        from . import status
-
         return status.get_layer_status(cast("Any", self))
 
     def get_model_status(self) -> Any:
         """Return the adapters of the model: `get_model_status(model)`."""
-        from . import status
-
         return status.get_model_status(self)
 
     @contextlib.contextmanager
@@ -582,9 +555,15 @@ def as_peft(model: Any) -> Any:
     if not isinstance(model, AdapterModelMixin):
         init(model)
     if type(model).__mro__[1] is not PeftModel:
-        set_class(cast("Any", model), _class_of(cast("Any", type(model))))
+        set_class(model, _class_of(cast("Any", type(model))))
         owned.own(model, PeftModel, owned.WHOLE)
     return model
+
+
+class _MixedType(standins.ModelType):
+    """The type of classes of models, of which a call makes a model."""
+
+    __call__ = type.__call__
 
 
 @functools.cache
@@ -592,8 +571,7 @@ def _class_of(cls: Any) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     more = () if hasattr(cls, "push_to_hub") else (PushToHubMixin,)
-    made: Any = type(PeftModel)
-    return cast("type[Any]", made(cls.__name__, (PeftModel, cls, *more), members))
+    return _MixedType(cls.__name__, (PeftModel, cls, *more), members)
 
 
 def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -1126,3 +1104,34 @@ class AutoPeftModelForFeatureExtraction(AutoPeftModel):
 
 
 _CLASSES = AutoPeftModel.__subclasses__()
+
+
+# --- PEFT's classes of models, to compare with, or to call ---
+
+PeftMixedModel = standins.made(
+    "PeftMixedModel",
+    lambda _cls, model: isinstance(model, PeftModel) and bool(vars(model).get("_is_mixed")),
+    (PeftModel,),
+)
+
+
+def _task_class(name: str, task: str) -> type[Any]:
+    """Return PEFT's class of models for a task."""
+
+    def takes(_cls: object, model: object) -> bool:
+        return isinstance(model, PeftModel) and task_of(sharding.class_name(model)) == task
+
+    return standins.made(name, takes, (PeftModel,))
+
+
+TASK_CLASSES = {
+    name: _task_class(name, task)
+    for name, task in {
+        "PeftModelForCausalLM": "CAUSAL_LM",
+        "PeftModelForFeatureExtraction": "FEATURE_EXTRACTION",
+        "PeftModelForQuestionAnswering": "QUESTION_ANS",
+        "PeftModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+        "PeftModelForSequenceClassification": "SEQ_CLS",
+        "PeftModelForTokenClassification": "TOKEN_CLS",
+    }.items()
+}

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.formats import files
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
@@ -94,19 +94,38 @@ def set_mode(model: Any, name: str, is_trainable: bool) -> None:
         name: of the adapter.
         is_trainable: whether it is trained.
     """
-    configs_of(model)[name].inference_mode = not is_trainable
-    kept = _book(model).kept[name]
+    with contextlib.suppress(CheckpointError):
+        config_of_adapter(model, name).inference_mode = not is_trainable
+    kept = _book(model).kept.get(name)
+    if kept is None:
+        return
     kept.before = {**kept.before, "inference_mode": not is_trainable}
 
 
+def config_of_adapter(model: Any, name: str) -> PeftConfig:
+    """Return PEFT's config of an adapter: the user's object, or one made from the adapter.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+
+    Raises:
+        CheckpointError: PEFT's format cannot express it.
+    """
+    kept, own = _book(model).kept, model._adapter_state.find(name).config
+    if name not in kept or kept[name].own is not own:
+        keep(model, name, from_values(encoded(model, name)[0], {}))
+    found: PeftConfig = kept[name].given
+    return found
+
+
 def configs_of(model: Any) -> dict[str, PeftConfig]:
-    """Return PEFT's config of each adapter: the user's object, or one made from the adapter."""
+    """Return PEFT's configs of the adapters that its format can express, by name."""
     book, there = _book(model), model.adapters_config
     for name in there:
-        own = model._adapter_state.find(name).config
-        if name not in book.kept or book.kept[name].own is not own:
-            keep(model, name, from_values(encoded(model, name)[0], {}))
-    book.kept = {name: book.kept[name] for name in there}
+        with contextlib.suppress(CheckpointError):
+            config_of_adapter(model, name)
+    book.kept = {name: book.kept[name] for name in there if name in book.kept}
     book.shown.clear()
     book.shown.update({name: each.given for name, each in book.kept.items()})
     return book.shown
@@ -206,6 +225,7 @@ def finish(
         tables: to write beside the adapter, from `embedding_tensors`.
         safe_serialization: whether tensors stay in safetensors; otherwise they become a pickle.
     """
+    config_of_adapter(model, name)
     changed = _book(model).kept[name].edited()
     contents: dict[str, bytes] = {}
     if tables or not safe_serialization:

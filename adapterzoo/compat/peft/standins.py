@@ -1,4 +1,4 @@
-"""PEFT's classes that code only compares with: of models by task, and of layers with adapters.
+"""PEFT's classes that code only compares with, such as those of layers with adapters.
 
 A model here is not wrapped, and neither are its layers, so that these classes have no instances of
 their own: `isinstance` asks what a model or a layer has.
@@ -6,56 +6,59 @@ their own: `isinstance` asks what a model or a layer has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from torch import nn
 
 from adapterzoo.contracts import Adapter
-from adapterzoo.formats.peft.reading import task_of
 from adapterzoo.inject.adapted import Adapted, AdapterDict
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._copies import LayerCopy, TokenRows
-from adapterzoo.model.sharding import class_name
 from adapterzoo.spelling import peft_spellings
 
 from .layers import parts_of
-from .model import ModelType, PeftModel
 
 
-def _task_class(name: str, task: str) -> type[Any]:
-    """Return PEFT's class of models for a task."""
+class ModelType(type):
+    """The type of `PeftModel` and of classes that code compares with.
 
-    def takes(_cls: object, model: object) -> bool:
-        return isinstance(model, PeftModel) and task_of(class_name(model)) == task
+    Calling `PeftModel`, or a class of models by task, adds an adapter to a model. An object of a
+    class of the real PEFT that has the same name counts as an instance, too.
+    """
 
-    return _made(name, takes, (PeftModel,))
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the model with the adapter: `get_peft_model` with the same arguments."""
+        return cast("Any", cls)._called(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether it is an instance here or in PEFT."""
+        if any(_is_of_peft(c, cls.__name__) for c in type(instance).__mro__):
+            return True
+        return super().__instancecheck__(instance) or cls.takes(instance)
+
+    def takes(cls, instance: object) -> bool:
+        """Return whether an object is an instance although its class is not below this one."""
+        return False
 
 
-def _made(name: str, takes: Any, bases: tuple[type, ...] = ()) -> type[Any]:
-    meta: Any = type("_Asked", (ModelType,), {"_takes": takes})
-    doc = f"PEFT's `{name}`, to compare with."
-    made: type[Any] = meta(name, bases, {"__doc__": doc, "__module__": PeftModel.__module__})
+def _is_of_peft(cls: type, name: str) -> bool:
+    return cls.__name__ == name and cls.__module__.partition(".")[0] == "peft"
+
+
+def made(name: str, takes: Callable[[Any, Any], bool], bases: tuple[type, ...] = ()) -> type[Any]:
+    """Return a class to compare with.
+
+    Args:
+        name: PEFT's.
+        takes: whether an object, the second argument, is an instance.
+        bases: of the class.
+    """
+    meta: Any = type("_Asked", (ModelType,), {"takes": takes})
+    made: type[Any] = meta(
+        name, bases, {"__doc__": f"PEFT's `{name}`, to compare with.", "__module__": __name__}
+    )
     return made
-
-
-PeftMixedModel = _made(
-    "PeftMixedModel",
-    lambda _cls, model: isinstance(model, PeftModel) and bool(vars(model).get("_is_mixed")),
-    (PeftModel,),
-)
-
-TASK_CLASSES = {
-    name: _task_class(name, task)
-    for name, task in {
-        "PeftModelForCausalLM": "CAUSAL_LM",
-        "PeftModelForFeatureExtraction": "FEATURE_EXTRACTION",
-        "PeftModelForQuestionAnswering": "QUESTION_ANS",
-        "PeftModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
-        "PeftModelForSequenceClassification": "SEQ_CLS",
-        "PeftModelForTokenClassification": "TOKEN_CLS",
-    }.items()
-}
 
 
 # --- layers ---
@@ -67,7 +70,7 @@ def _layer_class(name: str, *kinds: type[nn.Module]) -> type[Any]:
     def takes(_cls: object, layer: object) -> bool:
         return any(isinstance(part, kinds) for _, part in parts_of(layer))
 
-    return _made(name, takes)
+    return made(name, takes)
 
 
 def _kinds_of(peft_type: str) -> tuple[type[nn.Module], ...]:
@@ -90,7 +93,7 @@ _LAYERS: Mapping[str, str] = {
 }  # fmt: skip
 
 LAYER_CLASSES = {
-    "BaseTunerLayer": _made(
+    "BaseTunerLayer": made(
         "BaseTunerLayer",
         lambda _cls, layer: any(
             isinstance(p, Adapter) and not isinstance(p, (LayerCopy, TokenRows))
@@ -99,7 +102,7 @@ LAYER_CLASSES = {
     ),
     "AuxiliaryTrainingWrapper": _layer_class("AuxiliaryTrainingWrapper", LayerCopy, TokenRows),
     # a copy of a static head is a plain layer
-    "ModulesToSaveWrapper": _made(
+    "ModulesToSaveWrapper": made(
         "ModulesToSaveWrapper",
         lambda _cls, layer: (
             any(isinstance(p, LayerCopy) or not isinstance(p, Adapter) for _, p in parts_of(layer))

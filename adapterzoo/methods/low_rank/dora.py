@@ -82,8 +82,8 @@ class Magnitudes(LowRankUpdate):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
-        at_groups: whether the layer is a convolution with groups, see `LowRank`: the norm is that of
-            W plus s times the numbers of B A as PEFT orders them.
+        at_groups: whether the layer is a convolution with groups, see `LowRank`: the norm is that
+            of W plus s times the numbers of B A as PEFT orders them.
         factor: name of a parameter in the dtype of all but the magnitudes.
     """
 

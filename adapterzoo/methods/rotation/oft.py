@@ -9,8 +9,8 @@ rotated.
 Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
 parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
-takes another one; with `convention="peft"` a convolution cannot be merged, where PEFT merges another
-function than that of its forward.
+takes another one; with `convention="peft"` a convolution cannot be merged, where PEFT merges
+another function than that of its forward.
 Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
 """
 

@@ -157,7 +157,8 @@ def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, Adapted):
         # leave out the other copies, and share the link to the model
-        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): AdapterDict()}
+        memo = {id(layer._link): layer._link}
+        memo |= {id(layer._modules[name]): AdapterDict() for name in layer._link.containers}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
@@ -353,7 +354,10 @@ def restore(own: Mapping[str, Tensor | None], values: Mapping[str, Tensor]) -> N
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:
     state = layer.state_dict(keep_vars=True)
-    return {key: t for key, t in state.items() if not key.startswith(f"{_HELD}.")}
+    held = (
+        tuple(f"{name}." for name in layer._link.containers) if isinstance(layer, Adapted) else ()
+    )
+    return {key: t for key, t in state.items() if not key.startswith(held)}
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
     python -m tests.peer.of_peft models --home FOLDER
     python -m tests.peer.of_peft run --peft FOLDER --home FOLDER --on adapterzoo
     python -m tests.peer.of_peft run --peft FOLDER --home FOLDER --on peft
+    python -m tests.peer.of_peft report
 
 The folder of `--peft` holds PEFT's `tests`, as in its source distribution, with the `conftest.py`
 of a checkout; nothing of it is kept here. `models` fills a cache of the Hub with tiny random

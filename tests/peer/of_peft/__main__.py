@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.peer import suite
 
-from . import models
+from . import models, report
 
 
 def run(given: argparse.Namespace, results: Path) -> None:
@@ -29,7 +29,8 @@ def run(given: argparse.Namespace, results: Path) -> None:
     if importlib.util.find_spec("pytest_timeout"):
         command += ["--timeout", str(given.timeout)]
     settings = {
-        "PEER_ON": given.on, "PEER_EVERY": str(given.every), "PEER_RESULTS": str(results.resolve()),
+        "PEER_ON": given.on, "PEER_HERE": "1" if given.here else "",
+        "PEER_EVERY": str(given.every), "PEER_RESULTS": str(results.resolve()),
         "HF_HOME": str(given.home.resolve()),
     }  # fmt: skip
     # what the tests write lies beside their files
@@ -52,17 +53,23 @@ def counts(results: Path) -> str:
 def main() -> None:
     """Fill the cache of models, or run the tests."""
     parser = argparse.ArgumentParser(prog="python -m tests.peer.of_peft")
-    parser.add_argument("what", choices=("models", "run"))
-    parser.add_argument("--home", type=Path, required=True, help="folder of the cache of the Hub")
+    parser.add_argument("what", choices=("models", "run", "report"))
+    parser.add_argument("--home", type=Path, help="folder of the cache of the Hub")
     parser.add_argument("--peft", type=Path, help="a folder with PEFT's tests")
     parser.add_argument("--on", choices=("adapterzoo", "peft"), default="adapterzoo")
     parser.add_argument("--files", nargs="+", default=(), help="names of test files")
     parser.add_argument("--every", type=int, default=1, help="run one in n tests")
+    parser.add_argument("--here", action="store_true", help="leave out methods that only PEFT has")
     parser.add_argument("--results", type=Path, default=Path("build", "peer_peft"))
     parser.add_argument("-k", dest="select", help="an expression of pytest")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for each test")
     given = parser.parse_args()
-    if given.what == "models":
+    if given.what == "report":
+        runs = (given.results / f"{on}.jsonl" for on in ("peft", "adapterzoo"))
+        sys.stdout.write(report.table(*runs))
+    elif given.home is None:
+        parser.error("--home is the folder of the cache of the Hub")
+    elif given.what == "models":
         os.environ["HF_HOME"], os.environ["HF_HUB_OFFLINE"] = str(given.home), "1"
         sys.stdout.writelines(f"{line}\n" for line in models.fill(given.home))
     elif given.peft is None:

@@ -2,7 +2,8 @@
 
 Beside what `peer.plugin` writes, a line has the `methods`: PEFT's config classes among the values
 of its parameters. Settings come by environment: PEER_ON, "adapterzoo" or "peft"; PEER_EVERY, a
-number n for one in n tests; PEER_RESULTS, the file that is appended to.
+number n for one in n tests; PEER_HERE, whether to run tests of methods that exist here alone;
+PEER_RESULTS, the file that is appended to.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from peer import plugin
+from peer.of_peft.report import is_of_ours
 
 
 class _Offline(Counter[str]):
@@ -44,6 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % every == 0]
     for item in items:
         _methods[item.nodeid] = sorted(_configs(item))
+    if os.environ.get("PEER_HERE"):
+        # tests of methods that only PEFT has say nothing about adapterzoo
+        items[:] = [i for i in items if is_of_ours({"id": i.nodeid, "methods": _configs(i)})]
 
 
 def _configs(item: Any) -> set[str]:
