@@ -244,7 +244,7 @@ def test_a_table_that_counts_its_tokens_by_itself(tmp_path, family):
     model = adapterzoo.init(plain)
     model.load_adapter(tmp_path, load_as="a", set_active=True)
     with torch.no_grad():
-        close(model(**inputs).logits, expected.double(), 1e-6)
+        close(model(**inputs).logits.double(), expected, 1e-6)
         ids = inputs["input_ids"][:, :5]
         fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
         generated = model.generate(input_ids=ids, **fixed)
