@@ -57,6 +57,7 @@ def test_a_message_is_shown_as_it_was_written(cls):
 # `load_state_dict` where keys differ
 BUILTINS = {
     "compat/peft/install.py": "ImportError",
+    "compat/peft/layers.py": "KeyError",
     "compat/peft/model.py": "RuntimeError",
     "contracts.py": "NotImplementedError",
     "formats/files.py": "IsADirectoryError",

@@ -137,6 +137,16 @@ class LayerCopy(Copy, CopyAdapter):
         """Return the values of the layer."""
         return {f"{self.held}.{name}": value for name, value in base.parameters.items()}
 
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight of the copy."""
+        return self.layer._parameters.get("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the copy."""
+        return self.layer._parameters.get("bias")
+
     def _own(self, name: str) -> Tensor:
         own: Tensor = self.layer._parameters[name]  # type: ignore[assignment]
         return own
@@ -357,6 +367,7 @@ class TokenRows(Copy):
         tokens: their numbers, in ascending order.
     """
 
+    container = "trainable_tokens"
     noun: ClassVar[str] = "a row of a table"
     stands_alone: ClassVar[bool] = True
     tokens: Tensor

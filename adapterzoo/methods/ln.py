@@ -57,7 +57,8 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
             UserWarning: a name in `exclude_modules` matches no norm.
         """
         wanted, out = self.target_modules, self.exclude_modules
-        layers = [s for s in (*anatomy, *anatomy.others) if s.parameter is None]
+        every = (*anatomy, *anatomy.convolutions, *anatomy.others)
+        layers = [s for s in every if s.parameter is None]
         named = [s for s in layers if wanted is not None and matches(s.path, wanted)]
         norms = named or [site for site in anatomy.others if site.kind == "norm"]
         found = [

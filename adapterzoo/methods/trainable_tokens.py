@@ -24,6 +24,7 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._copies import TokenRows, TokenRowsConfig, tables_in
+from ._init import DTYPE, dtype_named
 from ._peft import TARGETS
 
 
@@ -62,6 +63,7 @@ class TrainableTokensConfig(AdapterConfig):
         target_modules: names or last parts of paths of embeddings, or a regular expression for
             whole paths; None: the model's own table of tokens.
         init_weights: whether rows start as those of the table; False: normal with deviation 1.
+        dtype: of the rows, by name ("float32"); None for that of the table.
     """
 
     architecture: ClassVar[str] = "trainable_tokens"
@@ -69,6 +71,7 @@ class TrainableTokensConfig(AdapterConfig):
     token_indices: tuple[int, ...] | None = field(None, ListedTokens())
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
     init_weights: bool = True
+    dtype: str | None = field(None, DTYPE)
 
     @property
     def starts_as_identity(self) -> bool:
@@ -92,11 +95,15 @@ class TrainableTokensConfig(AdapterConfig):
             raise ConfigError("there are no tokens to train. Write token_indices=[…].")
         found: list[Placement] = []
         for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):
-            found += TokenRowsConfig(table=group[0], tokens=tokens).at(group, anatomy)
+            found += TokenRowsConfig(table=group[0], tokens=tokens, dtype=self.dtype).at(
+                group, anatomy
+            )
         return found
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
-        made = TokenRows(self.token_indices or (), site.d_out, device, dtype)
+        made = TokenRows(
+            self.token_indices or (), site.d_out, device, dtype_named(self.dtype, dtype)
+        )
         made.is_drawn = not self.init_weights
         return made

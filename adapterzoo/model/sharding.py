@@ -10,6 +10,7 @@ adapters act but cannot be added or removed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,10 +88,15 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
 
 def peft_layer(model: nn.Module) -> str | None:
     """Return the path of the first layer that PEFT has wrapped; None without one."""
-    # a model with such a layer has imported the class
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    kinds = getattr(tuners, "BaseTunerLayer", ())
-    return next((path for path, m in model.named_modules() if isinstance(m, kinds)), None)
+    found = (path for path, m in model.named_modules() if _is_of_peft(type(m)))
+    return next(found, None)
+
+
+@functools.cache
+def _is_of_peft(cls: type[nn.Module]) -> bool:
+    """Return whether a class of layers is one of PEFT, which this library never imports."""
+    names = ((c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__)
+    return ("peft", "BaseTunerLayer") in names
 
 
 def is_sharded(tensor: Tensor) -> bool:

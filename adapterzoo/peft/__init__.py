@@ -41,6 +41,7 @@ from adapterzoo.compat.peft.model import (
     PeftMixedModel,
     PeftModel,
     cast_mixed_precision_params,
+    convert_to_lora,
     get_base_model_state_dict,
     get_peft_config,
     get_peft_model,
@@ -49,6 +50,7 @@ from adapterzoo.compat.peft.model import (
     load_peft_weights,
     prepare_model_for_kbit_training,
     replace_lora_weights_loftq,
+    save_as_lora,
     set_base_model_state_dict,
     set_peft_model_state_dict,
 )
@@ -72,6 +74,7 @@ __all__ = [
     "TaskType",
     "__version__",
     "cast_mixed_precision_params",
+    "convert_to_lora",
     "get_base_model_state_dict",
     "get_layer_status",
     "get_model_status",
@@ -83,6 +86,7 @@ __all__ = [
     "load_peft_weights",
     "prepare_model_for_kbit_training",
     "replace_lora_weights_loftq",
+    "save_as_lora",
     "set_base_model_state_dict",
     "set_peft_model_state_dict",
 ]

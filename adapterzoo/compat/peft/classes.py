@@ -197,6 +197,8 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
         checked({**values, "peft_type": kind})
         raise FieldError(f"{CONFIG} says peft_type={kind!r}, which cannot be added. Write another.")
     known = {f.name for f in dataclasses.fields(found)}
+    # options of the Hub that are left at None
+    changes = {name: v for name, v in changes.items() if name in known or v is not None}
     if wrong := sorted(changes.keys() - known):
         raise FieldError(f"{found.__name__}({wrong[0]}=…): there is no such field. Leave it out.")
     if unknown := sorted(values.keys() - known):

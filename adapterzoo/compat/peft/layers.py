@@ -2,15 +2,20 @@
 
 Layers here are not wrapped: `adapter_modules` gives their adapters. Code written for PEFT's
 wrappers finds what it reads there at the layer itself, unless the layer's class has an attribute of
-the name.
+the name. Which adapters are active, merged or there at all is a fact of the model: a method of a
+layer that changes it changes the model, and does nothing if that is so already, since frameworks
+call it at every layer. Scalings are each layer's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import functools
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.errors import StateError, unknown_name
@@ -20,7 +25,10 @@ from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stor
 from adapterzoo.methods._copies import TokenRows
 from adapterzoo.methods.low_rank.dora import Magnitudes
 from adapterzoo.methods.low_rank.factors import LowRank
+from adapterzoo.methods.lycoris.lycoris import Lycoris
+from adapterzoo.model import merging
 from adapterzoo.model.activation import model_of
+from adapterzoo.model.state import AdapterState
 
 
 def parts_of(layer: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -55,22 +63,32 @@ class Factor:
 
 
 class ByAdapter(MutableMapping[str, Any]):
-    """A value of each adapter of a layer, by name; assigning one changes the adapter.
+    """A value of each adapter that a layer has, by name; assigning one changes the adapter."""
 
-    Attributes:
-        found: name of an adapter → the adapter.
-    """
-
-    def __init__(self, layer: Any, kind: type[nn.Module], attribute: str) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        kind: type[nn.Module] | tuple[type[nn.Module], ...],
+        attribute: str,
+        at_embedding: bool | None = None,
+    ) -> None:
         """Take the adapters of one kind.
 
         Args:
             layer: with adapters.
-            kind: of the adapters.
+            kind: of the adapters, or several kinds.
             attribute: of an adapter, which has the value.
+            at_embedding: whether only adapters at an embedding count, or only others; None: all.
         """
-        self.found = {name: part for name, part in parts_of(layer) if isinstance(part, kind)}
-        self._layer, self._attribute = layer, attribute
+        self._layer, self._kind, self._attribute = layer, kind, attribute
+        self._at_embedding = at_embedding
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """The adapters by name."""
+        parts = ((name, p) for name, p in parts_of(self._layer) if isinstance(p, self._kind))
+        place = self._at_embedding
+        return {n: p for n, p in parts if place in (None, getattr(p, "at_embedding", False))}
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of an adapter."""
@@ -84,6 +102,12 @@ class ByAdapter(MutableMapping[str, Any]):
             value = value.view(len(value), -1, *ones)
         bias = getattr(part, "lora_B_bias", None) if self._attribute == "lora_B" else None
         return Factor(value, bias)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of an adapter that is named like an attribute."""
+        if name.startswith("_") or name not in self.found:
+            raise AttributeError(name)
+        return self[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Give an adapter another value, such as a scaling."""
@@ -112,8 +136,26 @@ def active_in(layer: Any) -> list[str]:
     Args:
         layer: with adapters.
     """
-    setup = layer._link.active.plan.setup
+    active = layer._link.active
+    setup = active.plan.setup
+    if setup is None and active.default.plan.setup is None:
+        return disabled_in(_state(layer))
     return [] if setup is None else list(setup.flatten())
+
+
+def disabled_in(state: AdapterState) -> list[str]:
+    """Return the names that `disable_adapters` disabled, which PEFT counts among the active ones.
+
+    Args:
+        state: of a model in which no adapter is active.
+    """
+    names = () if state.disabled is None else state.disabled[0].flatten()
+    return [name for name in names if name in state.records]
+
+
+def _state(layer: Any) -> AdapterState:
+    found: AdapterState = model_of(layer._link.active)._adapter_state
+    return found
 
 
 def merged_in(layer: Any) -> list[str]:
@@ -122,8 +164,7 @@ def merged_in(layer: Any) -> list[str]:
     Args:
         layer: with adapters.
     """
-    merged = model_of(layer._link.active)._adapter_state.merged
-    return [name for name in merged if name in adapters_of(layer)]
+    return [name for name in _state(layer).merged if name in adapters_of(layer)]
 
 
 def delta_weight(layer: Any, name: str) -> Tensor:
@@ -158,15 +199,28 @@ class Tokens:
     trainable_tokens_delta: ByAdapter
 
 
-def _values(attribute: str, embedding: bool | None = None) -> Callable[[Any], ByAdapter]:
-    def values(layer: Any) -> ByAdapter:
-        found = ByAdapter(layer, LowRank, attribute)
-        if embedding is not None:
-            own = found.found.items()
-            found.found = {n: p for n, p in own if getattr(p, "at_embedding", False) == embedding}
-        return found
+class ByConfig(ByAdapter):
+    """A number that the config of each adapter has for a layer, by name; it cannot be changed."""
 
-    return values
+    def __getitem__(self, name: str) -> Any:
+        """Return the number of an adapter."""
+        if name not in self.found:
+            raise KeyError(name)
+        link = self._layer._link
+        config = model_of(link.active)._adapter_state.records[name].config
+        return getattr(config, self._attribute)(link.path)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Refuse: a config does not change.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(f"the config of {name!r} stays. Write scaling[{name!r}] = ….")
+
+
+def _values(attribute: str, at_embedding: bool | None = None) -> Callable[[Any], ByAdapter]:
+    return lambda layer: ByAdapter(layer, LowRank, attribute, at_embedding)
 
 
 def _widths(layer: Any) -> tuple[int, int]:
@@ -174,31 +228,238 @@ def _widths(layer: Any) -> tuple[int, int]:
         return layer.num_embeddings, layer.embedding_dim
     if hasattr(layer, "in_channels"):
         return layer.in_channels, layer.out_channels
+    if getattr(layer, "weight", None) is None:
+        raise AttributeError("a layer of several weights has no width")
     w = matrix(layer)
     return w.shape[-1], w.shape[-2]
 
 
-def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
-    records = model_of(layer._link.active)._adapter_state.records
-    return ((name, records[name].config) for name in ByAdapter(layer, LowRank, "scaling"))
+# --- methods that change the model ---
+
+
+def set_adapter(
+    layer: Any, adapter_names: str | Sequence[str], inference_mode: bool = False
+) -> None:
+    """Activate adapters in the model, and train only these; disabled adapters stay disabled.
+
+    Args:
+        layer: with adapters.
+        adapter_names: a name, or several; those that the model does not have are left out.
+        inference_mode: whether nothing is trained.
+    """
+    model, own = model_of(layer._link.active), adapters_of(layer)
+    given = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    names = [name for name in given if name in model._adapter_state.records]
+    trained = [p.requires_grad for n in names if n in own for p in own[n].parameters()]
+    if names == active_in(layer) and all(each is not inference_mode for each in trained):
+        return
+    was_disabled = is_disabled(layer)
+    if names:
+        model.set_adapter(names, inference_mode=inference_mode)
+    else:
+        model.set_active_adapters(None)
+    if was_disabled and names:
+        model.disable_adapters()
+
+
+def is_disabled(layer: Any) -> bool:
+    """Return whether no adapter is active, although one was before `disable_adapters`.
+
+    Args:
+        layer: with adapters.
+    """
+    return layer._link.active.default.plan.setup is None and bool(disabled_in(_state(layer)))
+
+
+def enable_adapters(layer: Any, enabled: bool) -> None:
+    """Disable the active adapters of the model, or enable them again.
+
+    Args:
+        layer: with adapters.
+        enabled: whether they act.
+    """
+    model = model_of(layer._link.active)
+    if enabled and is_disabled(layer):
+        model.enable_adapters()
+    elif not enabled and layer._link.active.default.plan.setup is not None:
+        unmerge(layer)
+        model.disable_adapters()
+
+
+def delete_adapter(layer: Any, adapter_name: str) -> None:
+    """Delete an adapter of the model.
+
+    Args:
+        layer: with adapters.
+        adapter_name: one that the model does not have is none of its concern.
+
+    Raises:
+        StateError: it is in use.
+    """
+    model = model_of(layer._link.active)
+    if adapter_name in model._adapter_state.records:
+        model.delete_adapter(adapter_name)
+
+
+def merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
+    """Merge adapters into the weights of the model.
+
+    A layer in which they are merged is written again, with the scaling that it has now.
+
+    Args:
+        layer: with adapters.
+        safe_merge: has no effect: weights that are not finite are always refused.
+        adapter_names: in the order in which they act; None: the active ones.
+
+    Raises:
+        StateError: they cannot be merged.
+    """
+    model, path = model_of(layer._link.active), layer._link.path
+    state = model._adapter_state
+    asked = active_in(layer) if adapter_names is None else adapter_names
+    new = [n for n in asked if n in state.records and n not in state.merged]
+    if new:
+        merging.merge(model, new)
+    elif path in state.originals:
+        with torch.no_grad():
+            merging.write(model, path, state.merged)
+
+
+def unmerge(layer: Any) -> None:
+    """Give all weights of the model the values that they had before merging.
+
+    Args:
+        layer: with adapters.
+    """
+    if _state(layer).merged:
+        merging.reset(model_of(layer._link.active))
+
+
+# --- methods of the layer alone ---
+
+_SCALED = LowRank, Lycoris
+
+
+def set_scale(layer: Any, adapter: str, scale: float) -> None:
+    """Multiply the scaling that an adapter had in its config.
+
+    Args:
+        layer: with adapters.
+        adapter: its name; one that the layer does not have is none of its concern.
+        scale: the factor.
+
+    Raises:
+        StateError: the adapter has no scaling, and the factor is not 1.
+    """
+    record = _state(layer).records.get(adapter)
+    for name, part in parts_of(layer):
+        if name == adapter and isinstance(part, _SCALED):
+            part.scaling = scale * cast("Any", record).config.scaling_at(layer._link.path)
+        elif name == adapter and scale != 1:
+            raise StateError(f"{adapter!r} has no scaling. Write 1 in place of {scale!r}.")
+
+
+def scale_layer(layer: Any, scale: float) -> None:
+    """Multiply the scalings of the active adapters.
+
+    Args:
+        layer: with adapters.
+        scale: the factor.
+
+    Raises:
+        StateError: an adapter has no scaling, and the factor is not 1.
+    """
+    active = active_in(layer)
+    for name, part in parts_of(layer):
+        if name in active and isinstance(part, _SCALED):
+            part.scaling *= scale
+        elif name in active and scale != 1:
+            raise StateError(f"{name!r} has no scaling. Write 1 in place of {scale!r}.")
+
+
+def unscale_layer(layer: Any, scale: float | None = None) -> None:
+    """Undo `scale_layer`.
+
+    Args:
+        layer: with adapters.
+        scale: the factor; None: of all calls.
+
+    Raises:
+        StateError: an adapter has no scaling, and the factor is not 1.
+    """
+    if scale is not None:
+        scale_layer(layer, 1 / scale)
+        return
+    for name in active_in(layer):
+        set_scale(layer, name, 1)
+
+
+_WHOLE = "_with_adapters"
+
+
+def base_layer(layer: Any) -> nn.Module:
+    """Return a layer without adapters that has the parameters of this one.
+
+    Args:
+        layer: with adapters.
+    """
+    made = layer._plain.__new__(layer._plain)
+    vars(made).update(vars(layer))
+    del vars(made)["_link"]
+    containers = layer._link.containers
+    made._modules = {key: m for key, m in layer._modules.items() if key not in containers}
+    # accelerate's hooks
+    for name in ("forward", "_old_forward"):
+        kept = vars(made).get(name)
+        if isinstance(kept, types.MethodType) and kept.__self__ is layer:
+            setattr(made, name, types.MethodType(layer._plain.forward, made))
+        elif isinstance(kept, functools.partial) and kept.args == (layer,):
+            setattr(made, name, functools.partial(kept.func, made))
+    vars(made)[_WHOLE] = layer
+    return cast("nn.Module", made)
+
+
+def put_back(model: nn.Module) -> None:
+    """Give a model its layers with adapters where a framework has put their base layers.
+
+    Args:
+        model: with adapters.
+    """
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if child is not None and _WHOLE in vars(child):
+                parent._modules[name] = vars(child)[_WHOLE]
+
+
+_METHODS = (
+    delete_adapter, enable_adapters, merge, scale_layer, set_adapter, set_scale, unmerge,
+    unscale_layer,
+)  # fmt: skip
+
+
+def _bound(method: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda layer: types.MethodType(method, layer)
 
 
 asked_of_layers.update(
+    {method.__name__: _bound(method) for method in _METHODS},
     active_adapter=lambda layer: active_in(layer)[0] if active_in(layer) else [],
     active_adapters=active_in,
-    disable_adapters=lambda layer: not active_in(layer),
+    base_layer=base_layer,
+    disable_adapters=lambda layer: layer._link.active.plan.setup is None,
+    get_base_layer=_bound(base_layer),
     get_delta_weight=lambda layer: lambda name: delta_weight(layer, name),
     in_features=lambda layer: _widths(layer)[0],
     lora_A=_values("lora_A", False),
     lora_B=_values("lora_B", False),
-    lora_alpha=lambda layer: {n: c.alpha_at(layer._link.path) for n, c in _configs(layer)},
+    lora_alpha=lambda layer: ByConfig(layer, LowRank, "alpha_at"),
     lora_embedding_A=_values("lora_A", True),
     lora_embedding_B=_values("lora_B", True),
     lora_magnitude_vector=lambda layer: ByAdapter(layer, Magnitudes, "m"),
     merged=lambda layer: bool(merged_in(layer)),
     merged_adapters=merged_in,
     out_features=lambda layer: _widths(layer)[1],
-    r=lambda layer: {n: c.rank_at(layer._link.path) for n, c in _configs(layer)},
-    scaling=_values("scaling"),
+    r=lambda layer: ByConfig(layer, _SCALED, "rank_at"),
+    scaling=lambda layer: ByAdapter(layer, _SCALED, "scaling"),
     token_adapter=lambda layer: Tokens(ByAdapter(layer, TokenRows, "rows")),
 )

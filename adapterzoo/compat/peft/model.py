@@ -31,6 +31,7 @@ from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.building import plain_state
 from adapterzoo.inject.layers import ExpertAdapters, packing_of
+from adapterzoo.methods._copies import LayerCopy, OwnBias, TokenRows
 from adapterzoo.model import (
     AdapterModelMixin,
     adapters,
@@ -53,7 +54,7 @@ from adapterzoo.model.state import base_prefix, dtype_of, modules_of, parameters
 from adapterzoo.patterns import around
 from adapterzoo.peft_arguments import also_named, is_peft
 
-from . import saving, standins, status
+from . import layers, saving, standins, status
 from .classes import PeftConfig, from_values, plain_value
 from .methods import DEFAULT, encoded, encoded_record, fill, one_name, trained_tensors
 from .saving import configs_of, embedding_tensors, keep, with_values
@@ -72,9 +73,14 @@ class ActiveAdapters(list[str]):
         setup: their composition.
     """
 
-    def __init__(self, setup: Composition | None) -> None:
-        """List the adapters of a composition."""
-        super().__init__(() if setup is None else setup.flatten())
+    def __init__(self, setup: Composition | None, disabled: Sequence[str] = ()) -> None:
+        """List the adapters of a composition.
+
+        Args:
+            setup: None if none is active.
+            disabled: the names to list then.
+        """
+        super().__init__(disabled if setup is None else setup.flatten())
         self.setup = setup
 
     def __call__(self) -> list[str]:
@@ -88,14 +94,104 @@ class ActiveAdapters(list[str]):
     __hash__ = None
 
 
-class PeftModel(metaclass=standins.ModelType):
-    """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
+class InjectedModel:
+    """Mixin of models to which PEFT's functions add adapters; their `save_pretrained` is their own.
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
 
     # how transformers asks whether a quantized model has something to train
     _hf_peft_config_loaded = True
+    # the class of the model without a mixin of this file, and the mixin
+    _unmixed: ClassVar[type[Any]]
+    _mixin: ClassVar[type[Any]]
+
+    @property
+    def peft_config(self) -> dict[str, PeftConfig]:
+        """The adapters' names to configs of PEFT; changes of a config are saved with it.
+
+        Deleting it deletes the adapters, which is how frameworks take PEFT's layers away: the
+        model is a plain one then. Weights that hold merged adapters stay.
+        """
+        return configs_of(self)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        own = cast("Any", self)
+        layers.put_back(own)
+        _plainly(self, *(("merge_and_unload", []) if own._adapter_state.merged else ("unload",)))
+
+    @property
+    def active_adapters(self) -> ActiveAdapters:
+        """The names of the active adapters; assign a composition, or a name, to activate it."""
+        own = cast("Any", self)
+        setup, default = own._active.plan.setup, own._active.default.plan.setup
+        disabled = layers.disabled_in(own._adapter_state) if default is None else ()
+        return ActiveAdapters(setup, disabled)
+
+    @active_adapters.setter
+    def active_adapters(self, setup: Any) -> None:
+        cast("Any", self).set_active_adapters(getattr(setup, "setup", setup))
+
+    @also_named(adapter_names="adapter_name")
+    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
+
+        Args:
+            adapter_name: a name, or several.
+
+        Raises:
+            StateError: one is in use.
+            UnknownNameError: an adapter is unknown.
+        """
+        own = cast("Any", self)
+        was_active = own._active.plan.setup is not None
+        cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
+        configs_of(self)
+        if was_active and own._active.plan.setup is None and own.adapters_config:
+            name = min(own.adapters_config)
+            warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
+            training.train_alone(self, name, unfreezes=True)
+
+    def unload(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain model; arguments as of `AdapterModelMixin.unload`.
+
+        Args:
+            *args: see there.
+            **kwargs: the same.
+        """
+        return _plainly(self, "unload", *args, **kwargs)
+
+    def merge_and_unload(
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = True,
+        adapter_names: Sequence[str] | None = None,
+    ) -> Any:
+        """Merge adapters, and return the plain model.
+
+        Args:
+            progressbar: has no effect: nothing is needed, as a merge takes one product per layer.
+            safe_merge: PEFT's switch; weights that are not finite are always refused.
+            adapter_names: None: the active ones.
+
+        Raises:
+            StateError: as `AdapterModelMixin.merge_and_unload`.
+        """
+        return _plainly(self, "merge_and_unload", adapter_names)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the model by what its class is made from."""
+        made_from = vars(self._unmixed).get("_made_from", ())
+        return _again, (self._mixin, *made_from), cast("Any", self).__getstate__()
+
+
+class PeftModel(InjectedModel, metaclass=standins.ModelType):
+    """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
+
+    Besides these methods a model has those of its class and of `AdapterModelMixin`.
+    """
+
     _is_saved_for_peft = True
 
     @staticmethod
@@ -171,6 +267,9 @@ class PeftModel(metaclass=standins.ModelType):
                 keep(own, name, given)
             if on_meta:
                 _to_meta(own, name)
+            if name not in self.active_adapters:
+                for parameter in parameters_of(own, name):
+                    parameter.requires_grad_(False)
 
     @names_call
     def load_adapter(
@@ -257,25 +356,30 @@ class PeftModel(metaclass=standins.ModelType):
         else:
             training.train_alone(self, names if len(names) > 1 else names[0], unfreezes=True)
 
-    @also_named(adapter_names="adapter_name")
-    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
-        """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
+    def merge_adapter(
+        self, adapter_names: str | Sequence[str] | None = None, safe_merge: bool = True
+    ) -> None:
+        """Merge adapters into the base weights; those that are merged stay so, as in PEFT.
 
         Args:
-            adapter_name: a name, or several.
+            adapter_names: names, in the order in which they act; None: the active ones.
+            safe_merge: has no effect: weights that are not finite are always refused.
 
         Raises:
-            StateError: one is in use.
+            StateError: as `AdapterModelMixin.merge_adapter`.
             UnknownNameError: an adapter is unknown.
+
+        Warns:
+            UserWarning: some are merged already.
         """
-        own = cast("Any", self)
-        was_active = own._active.plan.setup is not None
-        cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
-        configs_of(self)
-        if was_active and own._active.plan.setup is None and own.adapters_config:
-            name = min(own.adapters_config)
-            warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
-            training.train_alone(self, name, unfreezes=True)
+        own, mixin = cast("Any", self), cast("Any", AdapterModelMixin)
+        active = own._active.default.plan.setup
+        asked = adapter_names or ([] if active is None else [*active.flatten()])
+        names = own._adapter_state.find_all(asked)
+        if done := [name for name in names if name in own._adapter_state.merged]:
+            warnings.warn(f"{done} are merged already, and stay so.", stacklevel=2)
+        if rest := [name for name in names if name not in done]:
+            mixin.merge_adapter(self, rest if adapter_names else None, safe_merge)
 
     @names_call
     def save_pretrained(
@@ -365,11 +469,6 @@ class PeftModel(metaclass=standins.ModelType):
         return LoadResult([], [])
 
     @property
-    def peft_config(self) -> dict[str, PeftConfig]:
-        """The adapters' names to configs of PEFT; changes of a config are saved with it."""
-        return configs_of(self)
-
-    @property
     def active_peft_config(self) -> PeftConfig:
         """The config of the active adapter.
 
@@ -378,15 +477,6 @@ class PeftModel(metaclass=standins.ModelType):
             StateError: not exactly one is active.
         """
         return saving.config_of_adapter(self, one_name(cast("Any", self), None))
-
-    @property
-    def active_adapters(self) -> ActiveAdapters:
-        """The names of the active adapters; assign a composition, or a name, to activate it."""
-        return ActiveAdapters(cast("Any", self)._active.plan.setup)
-
-    @active_adapters.setter
-    def active_adapters(self, setup: Any) -> None:
-        cast("Any", self).set_active_adapters(getattr(setup, "setup", setup))
 
     @property
     def has_active_enabled_adapter(self) -> bool:
@@ -439,6 +529,43 @@ class PeftModel(metaclass=standins.ModelType):
         modules = modules_of(cast("Any", self), adapter_name)
         return all(isinstance(m, (WeightAdapter, ExpertAdapters)) for _, m in modules)
 
+    @property
+    def targeted_module_names(self) -> list[str]:
+        """The paths of the layers with adapters, adapter by adapter; copies do not count."""
+        return list(dict.fromkeys(name for name, parameter in self._targets() if not parameter))
+
+    @property
+    def targeted_parameter_names(self) -> list[str]:
+        """The paths of the parameters with adapters of their own, adapter by adapter."""
+        names = (f"{name}.{parameter}" for name, parameter in self._targets() if parameter)
+        return list(dict.fromkeys(names))
+
+    def _targets(self) -> Iterator[tuple[str, str]]:
+        """Yield the path of each adapted layer, and of its parameter if that is adapted alone."""
+        own = cast("Any", self)
+        prefix = base_prefix(own)
+        for name in own.adapters_config:
+            for path, module in own.adapter_modules(name):
+                if not isinstance(module, (LayerCopy, OwnBias, TokenRows)):
+                    parts = module._modules if isinstance(module, ExpertAdapters) else ("",)
+                    yield from ((f"{prefix}{path}", part) for part in parts)
+
+    def set_requires_grad(
+        self, adapter_names: str | Sequence[str], requires_grad: bool = True
+    ) -> None:
+        """Let the parameters of adapters get gradients, or not; active or not they stay.
+
+        Args:
+            adapter_names: a name, or several.
+            requires_grad: whether they get gradients.
+
+        Raises:
+            UnknownNameError: an adapter is unknown.
+        """
+        for name in cast("Any", self)._adapter_state.find_all(adapter_names):
+            for parameter in parameters_of(cast("Any", self), name):
+                parameter.requires_grad_(requires_grad)
+
     def get_layer_status(self) -> Any:
         """Return the adapters of each layer: `get_layer_status(model)`."""
         # late: it asks for PEFT's classes of layers, which are below this class
@@ -485,38 +612,6 @@ class PeftModel(metaclass=standins.ModelType):
         """Return the model itself: it is not wrapped."""
         return self
 
-    def unload(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain model; arguments as of `AdapterModelMixin.unload`.
-
-        Args:
-            *args: see there.
-            **kwargs: the same.
-        """
-        return _plainly(self, "unload", *args, **kwargs)
-
-    def merge_and_unload(
-        self,
-        progressbar: bool = False,
-        safe_merge: bool = True,
-        adapter_names: Sequence[str] | None = None,
-    ) -> Any:
-        """Merge adapters, and return the plain model.
-
-        Args:
-            progressbar: has no effect: nothing is needed, as a merge takes one product per layer.
-            safe_merge: PEFT's switch; weights that are not finite are always refused.
-            adapter_names: None: the active ones.
-
-        Raises:
-            StateError: as `AdapterModelMixin.merge_and_unload`.
-        """
-        return _plainly(self, "merge_and_unload", adapter_names)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy the model by what its class is made from."""
-        made_from = vars(type(self).__mro__[2]).get("_made_from", ())
-        return _again, made_from, cast("Any", self).__getstate__()
-
 
 def _trains_head(model: Any, config: Any) -> bool:
     """Return whether PEFT gives an adapter a head of its own: its task has one."""
@@ -550,13 +645,16 @@ def plain_on_error(model: Any) -> Iterator[None]:
         raise
 
 
-def as_peft(model: Any) -> Any:
-    """Give a model the methods of `PeftModel`."""
+def as_peft(model: Any, mixin: type[InjectedModel] = PeftModel) -> Any:
+    """Give a model the methods of a mixin; all mixins have those of `InjectedModel`."""
     if not isinstance(model, AdapterModelMixin):
         init(model)
-    if type(model).__mro__[1] is not PeftModel:
-        set_class(model, _class_of(cast("Any", type(model))))
-        owned.own(model, PeftModel, owned.WHOLE)
+    there = vars(type(model)).get("_mixin")
+    if there is not mixin and (there is None or mixin is not InjectedModel):
+        plain = type(model) if there is None else cast("Any", model)._unmixed
+        set_class(model, _class_of(plain, mixin))
+        for each in mixin.__mro__[:-1]:
+            owned.own(model, each, *([owned.WHOLE] if each is PeftModel else []))
     return model
 
 
@@ -567,17 +665,19 @@ class _MixedType(standins.ModelType):
 
 
 @functools.cache
-def _class_of(cls: Any) -> type[Any]:
-    """Return the class with the methods of `PeftModel`; it keeps its name."""
-    members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+def _class_of(cls: Any, mixin: type[InjectedModel]) -> type[Any]:
+    """Return the class with the methods of a mixin; it keeps its name."""
+    members = {
+        "__module__": cls.__module__, "__doc__": cls.__doc__, "_unmixed": cls, "_mixin": mixin,
+    }  # fmt: skip
     more = () if hasattr(cls, "push_to_hub") else (PushToHubMixin,)
-    return _MixedType(cls.__name__, (PeftModel, cls, *more), members)
+    return _MixedType(cls.__name__, (mixin, cls, *more), members)
 
 
 def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a model without the mixin; only its class in transformers may remain."""
+    """Call a method of a model without its mixin; only its class in transformers may remain."""
     mixed: Any = type(model)
-    set_class(model, mixed.__mro__[2])
+    set_class(model, mixed._unmixed)
     try:
         return getattr(model, method)(*args, **kwargs)
     finally:
@@ -587,10 +687,10 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
             vars(model).pop("_peft_configs", None)
 
 
-def _again(*made_from: Any) -> Any:
-    """Return an empty model with the mixin, for copies and pickles."""
+def _again(mixin: type[InjectedModel], *made_from: Any) -> Any:
+    """Return an empty model with a mixin, for copies and pickles."""
     made: Any = type(blank(*made_from))
-    cls: Any = _class_of(made)
+    cls: Any = _class_of(made, mixin)
     return cls.__new__(cls)
 
 
@@ -681,7 +781,7 @@ def inject_adapter_in_model(
             peft_config, target_modules=_targets_in(model, state_dict)
         )
     with plain_on_error(model):
-        made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
+        made = as_peft(model, InjectedModel)
         made.add_adapter(peft_config, adapter_name=adapter_name)
         if low_cpu_mem_usage:
             _to_meta(made, adapter_name)
@@ -950,6 +1050,7 @@ def prepare_model_for_kbit_training(
     model: Any,
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    auto_clear_cache: bool = True,
 ) -> Any:
     """Freeze a model, convert its parameters in half precision to float32, and save memory.
 
@@ -959,6 +1060,7 @@ def prepare_model_for_kbit_training(
         model: of transformers.
         use_gradient_checkpointing: whether a quantized model computes activations again.
         gradient_checkpointing_kwargs: of `gradient_checkpointing_enable`.
+        auto_clear_cache: whether memory that the conversion has left free goes back to the GPU.
 
     Returns:
         The same object.
@@ -968,6 +1070,9 @@ def prepare_model_for_kbit_training(
         is_plain = packing_of(parameter) is None
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
+    for kind in (torch.cuda, torch.xpu) if auto_clear_cache else ():
+        if kind.is_available():
+            kind.empty_cache()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):
         # torch's own default, without which it warns
         options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}

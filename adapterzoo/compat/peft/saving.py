@@ -39,6 +39,15 @@ from .methods import encoded
 
 SAFE, PICKLED = format_of_peft.FILES
 
+# tasks of PEFT → those of the Hub
+_PIPELINES = {
+    "CAUSAL_LM": "text-generation",
+    "FEATURE_EXTRACTION": "feature-extraction",
+    "QUESTION_ANS": "question-answering",
+    "SEQ_CLS": "text-classification",
+    "TOKEN_CLS": "token-classification",
+}
+
 
 @dataclasses.dataclass
 class Kept:
@@ -73,12 +82,20 @@ def keep(model: Any, name: str, given: Any) -> None:
     _book(model).kept[name] = Kept(own, given, before)
 
 
+class Shown(dict[str, Any]):
+    """The configs of a model by name, as users hold them."""
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Return the config of a name; frameworks also pop those of adapters just deleted."""
+        return super().pop(name, default)
+
+
 @dataclasses.dataclass
 class Book:
     """The configs of a model, and the dict of them that users hold."""
 
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
-    shown: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shown: Shown = dataclasses.field(default_factory=Shown)
 
 
 def _book(model: Any) -> Book:
@@ -280,7 +297,11 @@ def write_card(model: Any, folder: Path) -> None:
     tags = sorted({str(kind).lower() for kind in kinds})
     tags += ["transformers"] if not is_plain(model) else []
     tags += [] if base is None else [f"base_model:adapter:{base}"]
-    fields = {"library_name": "peft", **({} if base is None else {"base_model": base})}
+    tags += getattr(model, "model_tags", None) or []
+    tasks = {getattr(c.task_type, "value", c.task_type) for c in configs_of(model).values()}
+    pipeline = _PIPELINES.get(tasks.pop()) if len(tasks) == 1 else None
+    known = {"library_name": "peft", "base_model": base, "pipeline_tag": pipeline}
+    fields = {name: value for name, value in known.items() if value is not None}
     named = "a model" if base is None else f"`{base}`"
     text = f"\n# Adapter for {named}\n\nSaved by adapterzoo, in the format of PEFT.\n"
     files.write_all(folder, {path.name: hub.completed_card(path, fields, tags, text)})

@@ -94,8 +94,10 @@ def get_layer_status(model: nn.Module) -> list[TunerLayerStatus]:
     Raises:
         StateError: there are none at layers.
     """
+    # as if the model were in a wrapper, as in PEFT
+    prefix = "model." if hasattr(type(model), "active_peft_config") else ""
     found = [
-        _layer_status(path, below_wrappers(layer))
+        _layer_status(f"{prefix}{path}", below_wrappers(layer))
         for path, layer in model.named_modules()
         if isinstance(
             layer, (LAYER_CLASSES["BaseTunerLayer"], LAYER_CLASSES["ModulesToSaveWrapper"])
@@ -134,6 +136,10 @@ def _method_of(config: Any) -> str:
     return type(config).__name__ if spelling is None else spelling.peft_type
 
 
+def _model_type(config: Any) -> str:
+    return type(config).__name__.removesuffix("Config") + "Model"
+
+
 @names_call
 def get_model_status(model: Any) -> TunerModelStatus:
     """Return the adapters of a model.
@@ -152,15 +158,15 @@ def get_model_status(model: Any) -> TunerModelStatus:
         for layer in layers
         for name in merged
     )
-    is_peft = hasattr(model, "active_peft_config")
-    kinds = {n: str(c.peft_type.value) for n, c in model.peft_config.items()} if is_peft else {}
+    is_peft = hasattr(type(model), "active_peft_config")
+    configs = dict(model.peft_config) if is_peft else {}
     trained, total = _counts(model)
-    active = kinds.get(next(iter(layers[0].active_adapters or names)))
+    active = configs.get(next(iter(layers[0].active_adapters or names)))
     grads = {n: [s.requires_grad[n] for s in layers if n in s.requires_grad] for n in names}
     return TunerModelStatus(
         base_model_type="other" if is_plain(model) and not is_peft else type(model).__name__,
-        adapter_model_type=f"{active.capitalize()}Model" if active else "None",
-        peft_types=kinds,
+        adapter_model_type="None" if active is None else _model_type(active),
+        peft_types={name: str(config.peft_type.value) for name, config in configs.items()},
         trainable_params=trained,
         total_params=total,
         num_adapter_layers=len(layers),

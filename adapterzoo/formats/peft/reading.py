@@ -487,10 +487,9 @@ def _sorted(
 
 def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
-    if spelling.of_norms:
-        return list(info.anatomy.others)
+    norms = info.anatomy.others if spelling.of_norms else ()
     layers = [s for s in info.anatomy if s.parameter is None or s.is_of_attention]
-    return [*layers, *info.anatomy.convolutions]
+    return [*norms, *layers, *info.anatomy.convolutions]
 
 
 def named_in_peft(site: Site) -> str:

@@ -364,7 +364,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             )
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fill_a, fill_b = drawing(config.init_weights, rank, source)
-        if self.at_embedding and config.init_weights == "lora":
+        if self.at_embedding and config.init_weights in ("lora", "gaussian"):
             # as in PEFT: each token reads one column of A
             fill_a, fill_b = constant(0.0), normal(1.0, source)
         dtype = config.dtype_at(dtype)

@@ -95,7 +95,7 @@ _ARGUMENTS = PeftArguments(
         "init_lora_weights": PeftArgument(
             True,
             "init_weights",
-            {True: "lora", False: "random"},
+            {True: "lora", False: "random", "OLoRA": "olora"},
             passes=True,
             check=AnyValue(),
         ),
