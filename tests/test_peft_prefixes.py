@@ -244,7 +244,10 @@ def test_a_table_that_counts_its_tokens_by_itself(tmp_path, family):
     model = adapterzoo.init(plain)
     model.load_adapter(tmp_path, load_as="a", set_active=True)
     with torch.no_grad():
-        close(model(**inputs).logits.double(), expected, 1e-6)
+        found = model(**inputs).logits.double()
+        # what stands at padding means nothing; BART's decoder has none
+        seen = inputs["attention_mask"].bool() if family == "opt" else ...
+        close(found[seen], expected[seen], 1e-6)
         ids = inputs["input_ids"][:, :5]
         fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
         generated = model.generate(input_ids=ids, **fixed)
