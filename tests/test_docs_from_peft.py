@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 from families import tiny_inputs
 from peft_world import QUIET, ours, plain
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import adapterzoo.peft
 from adapterzoo import Stack
@@ -43,6 +46,34 @@ def test_the_table_fits_on_a_screen_and_each_row_has_a_check():
     assert not [c for c in CHECKS if not [r for r in ROWS if r.startswith(f"| {c}")]]
 
 
+def test_code_that_looks_for_the_wrappers_finds_the_model():
+    config = adapterzoo.peft.LoraConfig(r=4, task_type="CAUSAL_LM")
+    model = adapterzoo.peft.get_peft_model(plain("llama"), config)
+    assert model.base_model.model is model.get_base_model() is model
+    layer, names = model.model.layers[0].self_attn.q_proj, dict(model.named_parameters())
+    factor = layer.lora_A["default"].weight
+    assert factor is names["model.layers.0.self_attn.q_proj.loras.default.lora_A"]
+    assert isinstance(model, adapterzoo.peft.PeftModelForCausalLM)
+    assert isinstance(layer, adapterzoo.peft.LoraLayer)
+    assert model.active_adapters == model.active_adapters() == ["default"]
+    assert model.active_adapters == Stack("default")
+
+
+def test_configs_are_dataclasses(tmp_path):
+    config = dataclasses.replace(adapterzoo.peft.LoraConfig("CAUSAL_LM", r=4), lora_alpha=6)
+    assert dataclasses.asdict(config)["lora_alpha"] == 6
+    with pytest.raises(TypeError, match="rank"):
+        adapterzoo.peft.LoraConfig(rank=4)
+    with pytest.warns(UserWarning, match="rank"):
+        adapterzoo.peft.PeftConfig.from_peft_type(peft_type="LORA", rank=4)
+    model = adapterzoo.peft.get_peft_model(plain("llama"), config)
+    assert model.peft_config["default"] is config
+    config.lora_alpha = 7
+    assert model.model.layers[0].self_attn.q_proj.scaling["default"] == 6 / 4
+    model.save_pretrained(tmp_path)
+    assert config.from_json_file(tmp_path / "adapter_config.json")["lora_alpha"] == 7
+
+
 @pytest.mark.parametrize("start", CHECKS)
 def test_a_row_is_true(start, tmp_path):
     model = adapterzoo.peft.get_peft_model(plain("llama"), adapterzoo.peft.LoraConfig(r=4))
@@ -51,14 +82,10 @@ def test_a_row_is_true(start, tmp_path):
 
 @row("`from peft import …`")
 def another_import(model, folder):
-    assert {*adapterzoo.peft.__all__} <= {*dir(peft)}
+    # the one name that PEFT does not have
+    assert {*adapterzoo.peft.__all__} - {*dir(peft)} == {"install"}
     with pytest.raises(ImportError, match="XLoraConfig"):
         from adapterzoo.peft import XLoraConfig  # noqa: F401
-
-
-@row("`peft_model.base_model.model`")
-def there_is_no_wrapper(model, folder):
-    assert model.get_base_model() is model
 
 
 @row("parameters such as")
@@ -72,17 +99,28 @@ def names_of_parameters(model, folder):
     }
 
 
-@row("`active_adapters()`, a list")
-def what_is_active(model, folder):
-    assert model.active_adapters == Stack("default")
-    assert model.active_adapter == "default"
+@row("`layer.set_adapter(…)`")
+def methods_of_one_layer(model, folder):
+    model.add_adapter("b", adapterzoo.peft.LoraConfig(r=4))
+    one, other = (block.self_attn.q_proj for block in model.model.layers)
+    one.set_adapter("b")
+    assert model.active_adapters == other.active_adapters == ["b"]
+    one.merge()
+    assert other.merged_adapters == ["b"]
+    one.unmerge()
+    assert not other.merged
+    one.set_scale("b", 3)
+    assert one.scaling["b"] == 3 * other.scaling["b"]
+    one.set_adapter("default")
+    one.delete_adapter("b")
+    assert [*other.lora_A] == [*model.adapters_config] == ["default"]
 
 
-@row("`LoraConfig(init_lora_weights=False)`")
+@row('`LoraConfig(init_lora_weights="lora_ga")`, or "mica"')
 def initial_values(model, folder):
-    for values in ({"init_lora_weights": False}, {"lora_ga_config": {"x": 4}}):
-        with pytest.raises(ConfigError, match=next(iter(values))):
-            model.add_adapter("b", adapterzoo.peft.LoraConfig(**values))
+    for name in ("lora_ga", "mica"):
+        with pytest.raises(ConfigError, match=f"init_weights='{name}'"):
+            model.add_adapter("b", adapterzoo.peft.LoraConfig(init_lora_weights=name))
 
 
 @row("functions that give EVA and CorDA")
@@ -161,21 +199,23 @@ def a_file_that_does_not_fit(model, folder):
         adapterzoo.peft.PeftModel.from_pretrained(other, folder)
 
 
-@row("`disable_adapter()` while adapters are merged")
-def disabling_what_is_merged(model, folder):
-    model.merge_adapter()
-    with pytest.raises(StateError, match="unmerge_adapter"), model.disable_adapter():
-        pass
-    model.unmerge_adapter()
-    with model.disable_adapter():
-        assert model.active_adapter is None
+@row("`merge_adapter()` of OFT at a convolution")
+def merging_a_rotation(model, folder):
+    def fresh():
+        return nn.Sequential(nn.Conv2d(4, 8, 3)).eval()
 
-
-@row('`merge_adapter(["a"])` twice')
-def merging_twice(model, folder):
-    model.merge_adapter(["default"])
-    with pytest.raises(StateError, match="merged"):
-        model.merge_adapter(["default"])
+    fields = {"target_modules": ["0"], "oft_block_size": 4, "init_weights": False}
+    x = torch.randn(2, 4, 6, 6)
+    theirs = peft.get_peft_model(fresh(), peft.OFTConfig(r=0, **fields)).eval()
+    ours_ = adapterzoo.peft.get_peft_model(fresh(), adapterzoo.peft.OFTConfig(r=0, **fields))
+    paper = adapterzoo.peft.get_peft_model(fresh(), adapterzoo.OFTConfig(**fields))
+    before = theirs(x), paper(x)
+    theirs.merge_adapter()
+    assert (theirs(x) - before[0]).abs().max() > 0.01
+    with pytest.raises(StateError, match="adds up patches"):
+        ours_.merge_adapter()
+    paper.merge_adapter()
+    torch.testing.assert_close(paper(x), before[1], rtol=1e-4, atol=1e-5)
 
 
 @row("`save_pretrained(…, path_initial_model_for_weight_conversion=…)`")

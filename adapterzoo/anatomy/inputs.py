@@ -47,7 +47,9 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
         # a part of the model may read other tokens than the model
         alone = whole is None and len(reading) == 1
         return reading[own[0]] if own else next(iter(reading.values())) if alone else None
-    return found[0] if len(found) == 1 and found[0].stack == "" else None
+    # a module that is not of transformers may add its positions behind its embeddings
+    says = "get_input_embeddings" in dir(tree.modules[""])
+    return found[0] if len(found) == 1 and found[0].stack == "" and says else None
 
 
 def _readers(tree: Tree, blocks: Iterable[Block]) -> list[str]:

@@ -361,11 +361,14 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
         cls: its new class.
     """
     layer.__class__ = cls
-    # accelerate (device_map, offloading) stores the original forward in the instance
-    for name in ("forward", "_old_forward"):
-        kept = vars(layer).get(name)
-        if isinstance(kept, types.MethodType) and kept.__self__ is layer:
-            setattr(layer, name, types.MethodType(cls.forward, layer))
+    # accelerate (device_map, offloading) stores the original forward in the instance, and diffusers
+    # (casting, offloading) in the hooks of the instance
+    hooks: list[Any] = getattr(vars(layer).get("_diffusers_hook"), "_fn_refs", [])
+    for owner in (layer, *hooks):
+        for name in ("forward", "_old_forward", "original_forward"):
+            kept = vars(owner).get(name)
+            if isinstance(kept, types.MethodType) and kept.__self__ is layer:
+                setattr(owner, name, types.MethodType(cls.forward, layer))
 
 
 class _AdaptedType(type):

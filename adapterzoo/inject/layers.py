@@ -220,14 +220,14 @@ class LayerCall(BaseLayer):
 
 
 class SlicedLayer(LayerView):
-    """Some output features of a fused layer, as a separate layer."""
+    """Some output features of a fused layer, or all of a layer, as a separate layer."""
 
     __slots__ = ("_features", "_taken", "_x", "_y")
 
     def __init__(
         self,
         base: BaseLayer,
-        features: OutputSlice,
+        features: OutputSlice | None,
         x: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
@@ -235,7 +235,7 @@ class SlicedLayer(LayerView):
 
         Args:
             base: the layer.
-            features: of the part.
+            features: of the part; None: all, which are not the last dimension everywhere.
             x: an input whose output is known.
             y: the layer's output for `x`.
         """
@@ -315,8 +315,10 @@ def as_matrix(layer: nn.Module, parameter: str, value: Tensor) -> Tensor:
     return value.mT if stores_transposed(layer, parameter) else value
 
 
-def take_slice(t: Tensor, features: OutputSlice, dim: int) -> Tensor:
-    """Return some features along a dimension, in the order of a separate layer."""
+def take_slice(t: Tensor, features: OutputSlice | None, dim: int) -> Tensor:
+    """Return some features along a dimension, in the order of a separate layer; None: all."""
+    if features is None:
+        return t
     if features.groups == 1:
         return t.narrow(dim, features.start, features.stop - features.start)
     dim %= t.dim()
@@ -395,7 +397,7 @@ class FusedAdapters(WeightAdapter):
             before = Nested(functools.partial(self._first, i), base) if met else base
             adapter = cast("Adapter", self._modules[label])
             so_far = y if met else untouched
-            view = SlicedLayer(before, features or _all_features(y), x, so_far)
+            view = SlicedLayer(before, features, x, so_far)
             part = adapter(x, view)
             y = part if features is None else put_slice(y, part, features, -1)
         return y

@@ -367,7 +367,7 @@ class TokenRows(Copy):
         tokens: their numbers, in ascending order.
     """
 
-    container = "trainable_tokens"
+    container = "trainable_tokens_delta"
     noun: ClassVar[str] = "a row of a table"
     stands_alone: ClassVar[bool] = True
     tokens: Tensor

@@ -37,14 +37,14 @@ PROMPT: Mapping[str, PeftArgument] = {
 } | {"modules_to_save": PeftArgument(ours="modules_to_save")}
 
 
-def bias(adapted: str | None = None) -> Mapping[str, PeftArgument]:
+def bias(*adapted: str) -> Mapping[str, PeftArgument]:
     """Return the field `bias`.
 
     Args:
-        adapted: the value for the biases of the adapted layers, which PEFT names by the method;
-            None: that of LoRA, as here.
+        *adapted: values for the biases of the adapted layers, which PEFT names by the method;
+            none: only that of LoRA, as here.
     """
-    values = {} if adapted is None else {adapted: "lora_only"}
+    values = dict.fromkeys(adapted, "lora_only")
     return {"bias": PeftArgument("none", "bias", values=values, passes=True)}
 
 

@@ -205,7 +205,7 @@ _ARGUMENTS = PeftArguments(
     fields={
         **TARGETS,
         **EXCLUDED,
-        **bias("miss_only"),
+        **bias("MiSS_only", "miss_only"),
         "r": ours(64, "r", Range(1, MAX_WIDTH)),
         "init_weights": ours(True, "init_weights", FORMS),
         "miss_dropout": ours(0.0, "miss_dropout", Share()),

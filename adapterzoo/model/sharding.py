@@ -88,7 +88,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
 
 def peft_layer(model: nn.Module) -> str | None:
     """Return the path of the first layer that PEFT has wrapped; None without one."""
-    found = (path for path, m in model.named_modules() if _is_of_peft(type(m)))
+    found = (path for path, m in model.named_modules() if _is_of_peft(cast("Any", type(m))))
     return next(found, None)
 
 

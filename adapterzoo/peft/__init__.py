@@ -20,6 +20,7 @@ from typing import Any
 from adapterzoo import __version__
 from adapterzoo.compat.peft.classes import (
     NOT_MADE,
+    LoraRuntimeConfig,
     PeftConfig,
     PeftType,
     PromptLearningConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "AutoPeftModelForSeq2SeqLM",
     "AutoPeftModelForSequenceClassification",
     "AutoPeftModelForTokenClassification",
+    "LoraRuntimeConfig",
     "PeftConfig",
     "PeftMixedModel",
     "PeftModel",

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapterzoo.peft_arguments import PEFT_VERSION
 
 PROGRAM = Path(__file__).with_name("peft_host.py")
 HOSTS = ("accelerate", "transformers", "trl")
-# what hosts import for features that do not exist here
+FRAMEWORKS = ("transformers", "sentence_transformers", "diffusers")
+# what hosts import for features that do not exist here, or for methods that are other ones here
 LACKING = [
-    "peft.functional.delete_adapter",
     "peft.utils.other.fsdp_auto_wrap_policy",
     "peft.utils.transformers_weight_conversion.build_peft_weight_mapping",
 ]
@@ -37,6 +38,18 @@ class Hiding(PathFinder):
 
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 """
+REFUSING = """
+from importlib.machinery import SourceFileLoader
+
+run = SourceFileLoader.exec_module
+
+def exec_module(loader, module):
+    if module.__name__.partition(".")[0] == "peft":
+        raise AssertionError(f"{module.__name__} of PEFT is executed")
+    run(loader, module)
+
+SourceFileLoader.exec_module = exec_module
+"""
 
 pytestmark = [
     pytest.mark.long,
@@ -44,23 +57,38 @@ pytestmark = [
 ]
 
 
-def ran(start: list[str], folder: Path, hiding: str = "") -> tuple[dict[str, Any], str]:
-    """What the program found in a fresh process, and what it printed."""
+def launched(start: list[str], folder: Path, hiding: str, *arguments: Any) -> str:
+    """Run a program in a fresh process, and return what it printed."""
     (folder / "sitecustomize.py").write_text(hiding)
     tests = PROGRAM.parents[1]
     paths = [folder, tests.parent, tests, tests / "integrations", PROGRAM.parent]
-    hosts = [Path(importlib.util.find_spec(name).origin).parent for name in HOSTS]
+    paths += dict.fromkeys(origin(name).parents[1] for name in FRAMEWORKS if is_there(name))
     done = subprocess.run(
-        [sys.executable, *start, str(folder / "found.json"), *map(str, hosts)],
+        [sys.executable, *start, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def is_there(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def origin(name: str) -> Path:
+    return Path(importlib.util.find_spec(name).origin)
+
+
+def ran(start: list[str], folder: Path, hiding: str = "") -> tuple[dict[str, Any], str]:
+    """What the program found in a fresh process, and what it printed."""
+    hosts = [origin(name).parent for name in (*HOSTS, *FRAMEWORKS[1:]) if is_there(name)]
+    printed = launched(start, folder, hiding, folder / "found.json", *hosts)
     found = json.loads((folder / "found.json").read_text())
     assert found["packages"]["arguments"] == [str(folder / "found.json")]
     is_module = "peft_host" in start
     assert found["packages"]["folder"] == str(folder if is_module else PROGRAM.parent)
-    return found, done.stdout
+    return found, printed
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +161,33 @@ def test_a_late_call_leaves_what_was_imported(of_peft):
         "a view": "adapterzoo.peft", "before": "peft", "their model": True, "their layer": True,
         "own code": [True, True], "what is missing": True, "their method": ["peft", True],
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def frameworks(tmp_path_factory):
+    """What the frameworks did on PEFT itself, and here: with PEFT, of which nothing runs; without.
+
+    The values of adapters are those that PEFT's run has written.
+    """
+    shared, names = tmp_path_factory.mktemp("values"), list(filter(is_there, FRAMEWORKS))
+    start, found = [str(PROGRAM.with_name("peft_frameworks.py"))], []
+    here = ["-m", "adapterzoo.peft", *start]
+    for call, hiding in ((start, ""), (here, REFUSING), (here, HIDING)):
+        folder = tmp_path_factory.mktemp("run")
+        launched(call, folder, hiding, folder / "found.json", shared, *names)
+        found.append(json.loads((folder / "found.json").read_text()))
+    return found
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks_use_adapters_as_with_peft(name, frameworks):
+    if not is_there(name):
+        pytest.skip(f"{name} is not installed")
+    expected, *here = (found[name] for found in frameworks)
+    for found in here:
+        assert found["facts"] == expected["facts"]
+        assert found["outputs"].keys() == expected["outputs"].keys()
+        for step, output in expected["outputs"].items():
+            ours, theirs = torch.tensor(found["outputs"][step]), torch.tensor(output)
+            close = torch.testing.assert_close
+            close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, step=step: f"{step}: {text}")

@@ -46,6 +46,8 @@ _DIRECTIVE = re.compile(
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (str, int, float, bool, tuple, type(None))
 
+_INHERITED = ":inherited-members:"
+
 Lines = dict[str, str]
 
 
@@ -120,14 +122,15 @@ def _public() -> tuple[dict[str, dict[str, Any]], dict[type, Iterable[str]]]:
         value = found.setdefault(path, {})[name] = getattr(importlib.import_module(path), name)
         if inspect.isclass(value):
             own = (n for n in vars(value) if not n.startswith("_"))
-            members[value] = own if listed == [""] else listed
+            every = {"": own, _INHERITED: _ours(value)}
+            members[value] = every.get(listed[0], listed) if listed else []
     # these stand in the sections of models
     members |= {adapterzoo.AdapterModelMixin: (), AdapterModel: ()}
     return found, members
 
 
 def _reference() -> Iterator[tuple[str, str, list[str]]]:
-    """Module, name and listed members of each entry of the reference; `[""]` for all members.
+    """Module, name and listed members of each entry of the reference; `[""]` for all of its own.
 
     Entries of private modules explain what others inherit.
     """
@@ -139,7 +142,9 @@ def _reference() -> Iterator[tuple[str, str, list[str]]]:
                 continue
             path, _, last = (name if "." in name else f"{current}.{name}").rpartition(".")
             listed = re.search(r":members:(.*)", options)
-            if "._" not in path:
+            if "._" not in path and _INHERITED in options:
+                yield path, last, [_INHERITED]
+            elif "._" not in path:
                 yield path, last, re.split(r",\s*", listed[1].strip()) if listed else []
 
 

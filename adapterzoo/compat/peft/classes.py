@@ -77,8 +77,10 @@ class PeftConfig:
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields."""
-        return dataclasses.asdict(self)
+        """Return all fields but those that no file has."""
+        values = dataclasses.asdict(self)
+        values.pop("runtime_config", None)
+        return values
 
     @names_call
     def save_pretrained(
@@ -114,11 +116,13 @@ class PeftConfig:
             pretrained_model_name_or_path: a folder, or `user/repository`.
             subfolder: a part of it.
             **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`; and
-                fields to change.
+                fields to change. What frameworks pass for the model as well, `trust_remote_code`,
+                has no effect: nothing is needed, as a config runs no code.
 
         Raises:
             CheckpointError: there is none, it is damaged, or its method is unknown.
         """
+        kwargs.pop("trust_remote_code", None)
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
         given = pretrained_model_name_or_path
         path = given if subfolder is None else Path(given, subfolder)
@@ -136,7 +140,9 @@ class PeftConfig:
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        return files.read_json(Path(path_json_file))
+        values = files.read_json(Path(path_json_file))
+        values.pop("runtime_config", None)
+        return values
 
     @classmethod
     def from_peft_type(cls, **kwargs: Any) -> PeftConfig:
@@ -238,6 +244,17 @@ _FIRST = {
 }
 
 
+@dataclasses.dataclass
+class LoraRuntimeConfig:
+    """Settings of LoRA that no file has.
+
+    Attributes:
+        ephemeral_gpu_offload: must be False: layers stay on their devices.
+    """
+
+    ephemeral_gpu_offload: bool = False
+
+
 @functools.cache
 def config_classes() -> dict[str, type[PeftConfig]]:
     """Return PEFT's config classes of the methods that exist here, by name."""
@@ -259,6 +276,8 @@ def config_classes() -> dict[str, type[PeftConfig]]:
             "_kind": kind,
         }
         first = _FIRST.get(name, "").split()
+        if name == "LoraConfig":
+            own["runtime_config"] = LoraRuntimeConfig()
         fields = [*first, *(n for n in own if n not in first)]
         made = dataclasses.make_dataclass(
             name, [(n, Any, _with_default(own[n])) for n in fields], bases=(base,),

@@ -26,11 +26,14 @@ from typing import Any
 
 from adapterzoo.peft_arguments import PEFT_VERSION
 
+from . import hosts
 from .classes import NOT_MADE
 
 _LOG = logging.getLogger(__name__)
 _OURS = "adapterzoo.peft"
-_SECTIONS = (f"{_OURS}.optimizers", f"{_OURS}.utils.hotswap")
+_SECTIONS = (
+    f"{_OURS}.optimizers", f"{_OURS}.utils.hotswap", "adapterzoo.compat.peft.functions",
+)  # fmt: skip
 
 # the modules that scripts reach as attributes; without PEFT no file tells them from names
 _MODULES = frozenset(
@@ -53,20 +56,11 @@ def install() -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    ours: Any = importlib.import_module(_OURS)
     _FINDER.kept |= {name: m for name, m in _taken().items() if isinstance(m, ModuleType)}
     sys.meta_path.insert(0, _FINDER)
     for name in _FINDER.kept:
         importlib.import_module(name)
-    # transformers, which this library imports, has looked for PEFT already
-    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
-    import_utils.is_peft_available.cache_clear()
-    import_utils.is_peft_greater_or_equal.cache_clear()
-    for name in ("transformers.trainer_utils", "transformers.trainer"):
-        if name in sys.modules:
-            vars(sys.modules[name]).update(
-                PeftModel=ours.PeftModel, PeftMixedModel=ours.PeftMixedModel
-            )
+    hosts.tell()
 
 
 def _taken() -> dict[str, ModuleType]:

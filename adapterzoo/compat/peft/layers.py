@@ -351,10 +351,12 @@ def set_scale(layer: Any, adapter: str, scale: float) -> None:
     Raises:
         StateError: the adapter has no scaling, and the factor is not 1.
     """
-    record = _state(layer).records.get(adapter)
+    record, path = _state(layer).records.get(adapter), layer._link.path
     for name, part in parts_of(layer):
         if name == adapter and isinstance(part, _SCALED):
-            part.scaling = scale * cast("Any", record).config.scaling_at(layer._link.path)
+            # parts of a layer share its name
+            placement: Any = cast("Any", record).places[path][0]
+            part.scaling = scale * placement.config.scaling_at(placement.site.name)
         elif name == adapter and scale != 1:
             raise StateError(f"{adapter!r} has no scaling. Write 1 in place of {scale!r}.")
 
@@ -403,16 +405,20 @@ def base_layer(layer: Any) -> nn.Module:
     Args:
         layer: with adapters.
     """
-    made = layer._plain.__new__(layer._plain)
+    plain: Any = layer._plain
+    made: Any = plain.__new__(plain)
     vars(made).update(vars(layer))
     del vars(made)["_link"]
     containers = layer._link.containers
     made._modules = {key: m for key, m in layer._modules.items() if key not in containers}
-    # accelerate's hooks
+    # diffusers' hooks run the layer itself
+    if vars(made).pop("_diffusers_hook", None) is not None:
+        vars(made).pop("forward", None)
+    # accelerate's hooks run what they are given
     for name in ("forward", "_old_forward"):
         kept = vars(made).get(name)
         if isinstance(kept, types.MethodType) and kept.__self__ is layer:
-            setattr(made, name, types.MethodType(layer._plain.forward, made))
+            setattr(made, name, types.MethodType(plain.forward, made))
         elif isinstance(kept, functools.partial) and kept.args == (layer,):
             setattr(made, name, functools.partial(kept.func, made))
     vars(made)[_WHOLE] = layer

@@ -22,8 +22,7 @@ from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import Composition
 from adapterzoo.config import change_forms
-from adapterzoo.contracts import WeightAdapter
-from adapterzoo.errors import ConfigError, names_call, unknown_name
+from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG, task_of
@@ -100,8 +99,6 @@ class InjectedModel:
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
 
-    # how transformers asks whether a quantized model has something to train
-    _hf_peft_config_loaded = True
     # the class of the model without a mixin of this file, and the mixin
     _unmixed: ClassVar[type[Any]]
     _mixin: ClassVar[type[Any]]
@@ -110,16 +107,19 @@ class InjectedModel:
     def peft_config(self) -> dict[str, PeftConfig]:
         """The adapters' names to configs of PEFT; changes of a config are saved with it.
 
-        Deleting it deletes the adapters, which is how frameworks take PEFT's layers away: the
-        model is a plain one then. Weights that hold merged adapters stay.
+        Deleting it deletes the adapters, which is how frameworks take PEFT's layers away.
         """
         return configs_of(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:
+        """Make the model a plain one; weights that hold merged adapters stay."""
         own = cast("Any", self)
         layers.put_back(own)
-        _plainly(self, *(("merge_and_unload", []) if own._adapter_state.merged else ("unload",)))
+        if own._adapter_state.merged:
+            _plainly(own, "merge_and_unload", [])
+        else:
+            _plainly(own, "unload")
 
     @property
     def active_adapters(self) -> ActiveAdapters:
@@ -192,6 +192,8 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
 
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
     _is_saved_for_peft = True
 
     @staticmethod
@@ -256,6 +258,9 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             ConfigError: a value of the config has no meaning here.
         """
         on_meta = kwargs.pop("low_cpu_mem_usage", False)
+        for value in (*args, *kwargs.values()):
+            runtime = getattr(value, "runtime_config", None)
+            _refuse_offload(getattr(runtime, "ephemeral_gpu_offload", False))
         mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
         before = {*own.adapters_config}
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
@@ -312,10 +317,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             CheckpointError: it does not fit the model.
             ConfigError: an argument is not legal.
         """
-        if ephemeral_gpu_offload:
-            raise ConfigError(
-                "ephemeral_gpu_offload=True: layers stay on their devices. Leave it out."
-            )
+        _refuse_offload(ephemeral_gpu_offload)
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
@@ -526,8 +528,13 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         Raises:
             UnknownNameError: the adapter is unknown.
         """
-        modules = modules_of(cast("Any", self), adapter_name)
-        return all(isinstance(m, (WeightAdapter, ExpertAdapters)) for _, m in modules)
+        own = cast("Any", self)
+        own._adapter_state.find(adapter_name)
+        try:
+            conversion.refuse_other(own, adapter_name)
+        except StateError:
+            return False
+        return True
 
     @property
     def targeted_module_names(self) -> list[str]:
@@ -613,6 +620,11 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         return self
 
 
+def _refuse_offload(ephemeral_gpu_offload: bool) -> None:
+    if ephemeral_gpu_offload:
+        raise ConfigError("ephemeral_gpu_offload=True: layers stay on their devices. Leave it out.")
+
+
 def _trains_head(model: Any, config: Any) -> bool:
     """Return whether PEFT gives an adapter a head of its own: its task has one."""
     task = getattr(asked := getattr(config, "task_type", None), "value", asked)
@@ -645,13 +657,13 @@ def plain_on_error(model: Any) -> Iterator[None]:
         raise
 
 
-def as_peft(model: Any, mixin: type[InjectedModel] = PeftModel) -> Any:
+def as_peft(model: Any, mixin: Any = PeftModel) -> Any:
     """Give a model the methods of a mixin; all mixins have those of `InjectedModel`."""
     if not isinstance(model, AdapterModelMixin):
         init(model)
     there = vars(type(model)).get("_mixin")
     if there is not mixin and (there is None or mixin is not InjectedModel):
-        plain = type(model) if there is None else cast("Any", model)._unmixed
+        plain: Any = type(model) if there is None else cast("Any", model)._unmixed
         set_class(model, _class_of(plain, mixin))
         for each in mixin.__mro__[:-1]:
             owned.own(model, each, *([owned.WHOLE] if each is PeftModel else []))
@@ -665,7 +677,7 @@ class _MixedType(standins.ModelType):
 
 
 @functools.cache
-def _class_of(cls: Any, mixin: type[InjectedModel]) -> type[Any]:
+def _class_of(cls: Any, mixin: Any) -> type[Any]:
     """Return the class with the methods of a mixin; it keeps its name."""
     members = {
         "__module__": cls.__module__, "__doc__": cls.__doc__, "_unmixed": cls, "_mixin": mixin,
@@ -687,7 +699,7 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
             vars(model).pop("_peft_configs", None)
 
 
-def _again(mixin: type[InjectedModel], *made_from: Any) -> Any:
+def _again(mixin: Any, *made_from: Any) -> Any:
     """Return an empty model with a mixin, for copies and pickles."""
     made: Any = type(blank(*made_from))
     cls: Any = _class_of(made, mixin)
@@ -777,12 +789,15 @@ def inject_adapter_in_model(
         ConfigError: a value of the config has no meaning here.
     """
     if state_dict is not None:
-        peft_config = dataclasses.replace(
-            peft_config, target_modules=_targets_in(model, state_dict)
-        )
+        named = {"target_modules": _targets_in(model, state_dict)}
+        if hasattr(peft_config, "feedforward_modules"):
+            # there IA3 scales the input
+            rows = {key: tensor for key, tensor in state_dict.items() if len(tensor) == 1}
+            named["feedforward_modules"] = _targets_in(model, rows)
+        peft_config = dataclasses.replace(peft_config, **named)
     with plain_on_error(model):
         made = as_peft(model, InjectedModel)
-        made.add_adapter(peft_config, adapter_name=adapter_name)
+        made.add_adapter(peft_config, adapter_name=adapter_name, autocast_adapter_dtype=True)
         if low_cpu_mem_usage:
             _to_meta(made, adapter_name)
     return made
@@ -808,6 +823,8 @@ def get_peft_model_state_dict(
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter, and of its head, by their keys in PEFT's files.
 
+    As in PEFT, keys of a model from `inject_adapter_in_model` lack "base_model.model.".
+
     Args:
         model: with adapters.
         state_dict: of the whole model, whose values are taken; None: those that the model has.
@@ -825,6 +842,8 @@ def get_peft_model_state_dict(
         if state_dict is not None or own is not model:
             # the values last as long as the block
             found = {key: tensor.detach().clone() for key, tensor in found.items()}
+    if isinstance(own, InjectedModel) and not isinstance(own, PeftModel):
+        found = {key.removeprefix(saving.PREFIX): tensor for key, tensor in found.items()}
     return found
 
 
@@ -919,6 +938,8 @@ def convert_to_lora(
         StateError: the adapter is more than a change of weights, or merged.
         UnknownNameError: the adapter is unknown.
     """
+    if not isinstance(model, AdapterModelMixin):
+        raise StateError("the model has no adapters. Write get_peft_model(model, …).")
     size = Size(None, rank) if isinstance(rank, float) and rank < 1 else Size(int(rank), None)
     made, _ = conversion.converted(model, adapter_name, change_forms.find("lora"), size)
     values, tensors = encoded_record(model, adapter_name, made)

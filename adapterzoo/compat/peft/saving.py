@@ -38,6 +38,8 @@ from .classes import PeftConfig, from_values, plain_value
 from .methods import encoded
 
 SAFE, PICKLED = format_of_peft.FILES
+PREFIX = "base_model.model."
+"""Of the keys of a model that PEFT has wrapped."""
 
 # tasks of PEFT → those of the Hub
 _PIPELINES = {
@@ -283,6 +285,19 @@ def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) ->
         contents = {SAFE: files.tensor_bytes(tensors, {}), CONFIG: files.json_bytes(values)}
         files.write_all(Path(made), contents)
         yield Path(made)
+
+
+def write_folder(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write a folder of PEFT's.
+
+    Args:
+        folder: of the adapter.
+        config: of PEFT.
+        tensors: by PEFT's keys, of a model that it has wrapped or not.
+    """
+    values = {name: plain_value(value) for name, value in config.to_dict().items()}
+    named = {PREFIX + key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    files.write_all(folder, {SAFE: files.tensor_bytes(named, {}), CONFIG: files.json_bytes(values)})
 
 
 def write_card(model: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, Contained
 from adapterzoo.inject.adapted import Adapted, AdapterDict
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._copies import LayerCopy, TokenRows
@@ -63,6 +63,8 @@ def made(name: str, takes: Callable[[Any, Any], bool], bases: tuple[type, ...] =
 
 # --- layers ---
 
+_DEFAULT = Contained.container
+
 
 def _layer_class(name: str, *kinds: type[nn.Module]) -> type[Any]:
     """Return PEFT's class of layers that have an adapter of some kinds."""
@@ -70,7 +72,10 @@ def _layer_class(name: str, *kinds: type[nn.Module]) -> type[Any]:
     def takes(_cls: object, layer: object) -> bool:
         return any(isinstance(part, kinds) for _, part in parts_of(layer))
 
-    return made(name, takes)
+    cls: Any = made(name, takes)
+    # frameworks leave out modules below a layer by these names
+    cls.adapter_layer_names = tuple(sorted({getattr(k, "container", _DEFAULT) for k in kinds}))
+    return cast("type[Any]", cls)
 
 
 def _kinds_of(peft_type: str) -> tuple[type[nn.Module], ...]:

@@ -121,8 +121,9 @@ class Magnitudes(LowRankUpdate):
         if self.at_groups:
             # as in PEFT, whose norm takes the numbers of B as they lie
             change = (b.reshape(-1, len(a)) @ a).view_as(base.weight)
-            w = (base.weight + self.scaling * change).detach().to(self.m.dtype)
-            return divided(self.m, w.norm(dim=1))
+            scaling = 1.0 if self.adapterhub else self.scaling
+            norm = (base.weight + scaling * change).to(self.m.dtype).norm(dim=1)
+            return divided(self.m, norm if self.adapterhub else norm.detach())
         if not self.adapterhub:
             return row_gain(base.weight, a, b, self.m, self.scaling)
         return divided(self.m, self.norm(base, a, b))

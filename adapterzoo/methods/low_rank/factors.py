@@ -348,7 +348,8 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             several: dimensions of B in front of the usual ones.
 
         Raises:
-            ConfigError: there is dropout, and the site has no features to drop.
+            ConfigError: the site has no features to drop, or groups that do not divide the rank or
+                this start.
         """
         check_site(config, site, "dropout", embeddings=True)
         super().__init__()
@@ -361,6 +362,12 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             raise ConfigError(
                 f"{type(config).__name__}(r={rank}) at {site.path!r}: a convolution of "
                 f"{site.groups} groups takes a multiple of these. Write r={site.groups}."
+            )
+        if site.groups > 1 and config.init_weights == "orthogonal":
+            raise ConfigError(
+                f"{type(config).__name__}(init_weights='orthogonal') at {site.path!r}: B divides "
+                f"the rank among the {site.groups} groups of the convolution. Write "
+                f"init_weights='gaussian'."
             )
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fill_a, fill_b = drawing(config.init_weights, rank, source)

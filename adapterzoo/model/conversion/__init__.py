@@ -139,7 +139,6 @@ def convert(
     check_name(target)
     record = model._adapter_state.find(name)
     refuse_taken(model, target, overwrite_ok)
-    _refuse_other(model, name)
     head = name if name in model.known_heads() else None
     given = random_inputs(model) if inputs is None else inputs
     made, layers = converted(model, name, form, size)
@@ -174,6 +173,7 @@ def converted(
     size.check()
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_merged(model, name)
+    refuse_other(model, name)
     config = form.at_sites_of(model._adapter_state.find(name).config, model.anatomy)
     return _made(model, config, lambda: _changes(model, modules_of(model, name)), size)
 
@@ -224,8 +224,16 @@ def add_changes(
     )  # fmt: skip
 
 
-def _refuse_other(model: AdaptedModel, name: str) -> None:
-    """Refuse an adapter that does more than change weights of layers."""
+def refuse_other(model: AdaptedModel, name: str) -> None:
+    """Refuse an adapter that does more than change weights of layers.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+
+    Raises:
+        StateError: it does.
+    """
     if copies.tables_of(model, name):
         raise StateError(f"{name!r} has trained embeddings, no change of a weight. Keep it.")
     for path, adapter in modules_of(model, name):

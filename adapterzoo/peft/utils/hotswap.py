@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from adapterzoo.errors import names_call
+from torch import Tensor
 
-__all__ = ["hotswap_adapter", "prepare_model_for_compiled_hotswap"]
+from adapterzoo.anatomy import unwrapped
+from adapterzoo.compat.peft.saving import write_folder
+from adapterzoo.errors import ConfigError, names_call
+
+__all__ = [
+    "check_hotswap_configs_compatible",
+    "hotswap_adapter",
+    "hotswap_adapter_from_state_dict",
+    "prepare_model_for_compiled_hotswap",
+]
 
 
 @names_call
@@ -30,6 +42,52 @@ def hotswap_adapter(
 
 
 @names_call
+def check_hotswap_configs_compatible(config0: Any, config1: Any) -> None:
+    """Check that the values of one adapter have a place in another; layers and ranks come later.
+
+    Args:
+        config0: of PEFT, of the adapter that takes them.
+        config1: of PEFT, of the adapter that has them.
+
+    Raises:
+        ConfigError: the methods differ.
+    """
+    kinds = [getattr(c.peft_type, "value", c.peft_type) for c in (config0, config1)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(f"{kinds[1]} does not fit {kinds[0]}. Load it under another name.")
+
+
+@names_call
+def hotswap_adapter_from_state_dict(
+    model: Any,
+    state_dict: Mapping[str, Tensor],
+    adapter_name: str,
+    config: Any,
+    parameter_prefix: str = "lora_",
+) -> None:
+    """Write the values of an adapter into an adapter of the model.
+
+    Args:
+        model: with the adapter.
+        state_dict: tensors by PEFT's keys, with the name of the adapter.
+        adapter_name: of the adapter that takes them.
+        config: of PEFT, of the values.
+        parameter_prefix: has no effect: nothing is needed, as the method names its tensors.
+
+    Raises:
+        CheckpointError: they are not those of an adapter with this config.
+        ConfigError: method, layers or options differ; nothing has changed.
+        UnknownNameError: there is no such adapter.
+    """
+    ends = f".{adapter_name}"
+    parts = {key: key.rpartition(".") for key in state_dict}
+    keys = {key: above.removesuffix(ends) + dot + last for key, (above, dot, last) in parts.items()}
+    with tempfile.TemporaryDirectory() as made:
+        write_folder(Path(made), config, {keys[key]: t for key, t in state_dict.items()})
+        model.load_adapter(made, adapter_name=adapter_name, hotswap=True)
+
+
+@names_call
 def prepare_model_for_compiled_hotswap(
     model: Any,
     *,
@@ -44,14 +102,15 @@ def prepare_model_for_compiled_hotswap(
         target_rank: the largest rank of all adapters; None: that of the adapters of the model.
         config: of PEFT, or several by name; has no effect: nothing is needed, as the model has its
             configs.
-        check_compiled: "error": refuse if the model has adapters; "warn" or "ignore": give
-            these the rank too.
+        check_compiled: what to do if the model is compiled, and compiles again then: "error":
+            refuse; "warn" or "ignore": give its adapters the rank, with or without a warning.
 
     Raises:
         ConfigError: the rank of an adapter is larger.
-        StateError: an adapter is in use.
+        StateError: an adapter is in use, or the model is compiled.
     """
     if target_rank is None:
         ranks = [c.to_dict().get("r", 1) for c in model.adapters_config.values()]
         target_rank = max(ranks, default=1)
-    model.enable_peft_hotswap(target_rank, check_compiled)
+    is_compiled = unwrapped(model) is not model or model._compiled_call_impl is not None
+    model.enable_peft_hotswap(target_rank, check_compiled if is_compiled else "ignore")

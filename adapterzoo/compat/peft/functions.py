@@ -1,0 +1,74 @@
+"""PEFT's functions that frameworks call on models with adapters, beside those for users."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from adapterzoo.errors import names_call
+from adapterzoo.methods.lycoris.lokr import divided
+
+__all__ = ["_get_submodules", "delete_adapter", "disable_input_dtype_casting", "factorization"]
+
+
+@names_call
+def delete_adapter(
+    model: Any, adapter_name: str, prefix: str | None = None, layer_cls: Any = None
+) -> list[str] | None:
+    """Delete an adapter.
+
+    Args:
+        model: with the adapter.
+        adapter_name: its name.
+        prefix: has no effect: nothing is needed, as a model knows the modules of its adapters.
+        layer_cls: the same.
+
+    Returns:
+        The names of the active adapters; None without one.
+
+    Raises:
+        StateError: it is in use.
+        UnknownNameError: there is no such adapter.
+    """
+    model.delete_adapter(adapter_name)
+    setup = model._active.plan.setup
+    return None if setup is None else list(setup.flatten())
+
+
+@contextlib.contextmanager
+def disable_input_dtype_casting(model: nn.Module, active: bool = True) -> Iterator[None]:
+    """Return a context for layers that are cast around each call.
+
+    Args:
+        model: with adapters.
+        active: has no effect: nothing is needed, as the adapters of a layer are cast with it.
+    """
+    yield
+
+
+def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
+    """Return the two sizes into which LoKr divides a width.
+
+    Args:
+        dimension: the width.
+        factor: the first of them, if it divides, or the next below; −1: the largest divisor up to
+            the square root.
+    """
+    return divided(dimension, factor)
+
+
+def _get_submodules(model: nn.Module, key: str) -> tuple[nn.Module, nn.Module, str]:
+    """Return the module above a path, the module at it, and its name there.
+
+    Args:
+        model: any module.
+        key: the path.
+
+    Raises:
+        AttributeError: there is no such path.
+    """
+    above, _, name = key.rpartition(".")
+    return model.get_submodule(above), model.get_submodule(key), name
