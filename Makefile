@@ -9,6 +9,8 @@
 #                   but torch; make oldest: with the oldest that are supported; ARGS=--part: fewer tests
 # make notebooks    runs the notebooks from top to bottom and saves their outputs
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
+# make plain        every method at modules that are not of transformers, in 15 minutes; writes
+#                   docs/plain-modules.md
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
 # make growth       how these costs grow with adapters, ranks and tokens, as curves
@@ -40,7 +42,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
-	newest oldest docs links tests sweeps coverage devices calls merging architectures frames exact peft-files fixed fuzz mutants format clean
+	newest oldest docs links tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -117,8 +119,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices calls merging architectures frames exact peft-files fixed fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices calls merging architectures frames exact peft-files fixed fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -139,6 +141,12 @@ devices: $(VENV)/.test-$(KEY)
 # writes the table that tests/test_calls.py checks; ARGS="llama t5" runs these models only
 calls: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/calls_table.py $(ARGS)
+
+# writes the tables that tests/test_plain_table.py checks; cells of diffusers' modules stay as they are
+# where it is not installed; ARGS="MLP 'UNet, attention'" runs these modules only, ARGS=--new the
+# cells that the page lacks
+plain: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/plain_table.py $(ARGS)
 
 # writes the page that tests/test_merged_sites.py checks, for the model types that it does not have;
 # ARGS="--types bert" runs these, ARGS=--again all, which takes half an hour of one core

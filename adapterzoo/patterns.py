@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
-from .anatomy import Anatomy
+from .anatomy import Anatomy, in_whole
 from .config import Check
 from .errors import ConfigError, SiteError, listing
 
@@ -44,7 +44,7 @@ class Modules(Check):
 
     def paths(self, anatomy: Anatomy) -> list[str]:
         """Return what can be named, by paths below the base model."""
-        sites = (*anatomy, *anatomy.others, *anatomy.parameters)
+        sites = (*anatomy, *anatomy.others, *anatomy.parameters, *anatomy.named)
         return [*dict.fromkeys(path for site in sites for path in (site.path, site.name))]
 
     def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
@@ -77,9 +77,9 @@ class Excluded(Modules):
             ConfigError: a text is the name of layers, and no expression for their whole paths.
         """
         paths = self.paths(anatomy) if isinstance(value, str) else []
-        whole = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
+        whole = [path for path in paths if re.fullmatch(value, in_whole(path, prefix))]
         if not whole and (others := [path for path in paths if matches(path, value)]):
-            names = [value] if is_named(others[0], value) else [f"{prefix}{others[0]}"]
+            names = [value] if is_named(others[0], value) else [in_whole(others[0], prefix)]
             raise ConfigError(
                 f"exclude_modules={value!r}: as a text it is an expression for whole paths, and "
                 f"leaves out nothing. Write names or whole paths: exclude_modules={names!r}."
@@ -217,15 +217,17 @@ class Patterns(Check):
         Raises:
             ConfigError: a key is an expression for paths below the base model.
         """
-        paths = [site.name for site in (*anatomy, *anatomy.others, *anatomy.parameters)]
+        sites = (*anatomy, *anatomy.others, *anatomy.parameters, *anatomy.named)
+        paths = [site.name for site in sites]
         found = {}
         for key, number in value.items():
-            chosen = [path for path in paths if fits_end(key, f"{prefix}{path}")]
+            chosen = [path for path in paths if fits_end(key, in_whole(path, prefix))]
             short = [path for path in paths if fits_end(key, path)]
             if short and not chosen and not _EXACT.fullmatch(key):
+                near = in_whole(short[0], prefix)
                 raise ConfigError(
                     f"{key!r} is a key for {self.name}, and matches no whole path. Write an "
-                    f"expression for all or the end of paths such as {f'{prefix}{short[0]}'!r}."
+                    f"expression for all or the end of paths such as {near!r}."
                 )
             names = "|".join(map(re.escape, dict.fromkeys(chosen)))
             found[key if chosen == short or not chosen else f"^(?:{names})$"] = number
@@ -322,12 +324,12 @@ def names_below(
     """
     found: list[str] = []
     for name in names:
-        chosen = [path for path in paths if in_peft(f"{prefix}{path}", name)]
+        chosen = [path for path in paths if in_peft(in_whole(path, prefix), name)]
         if not chosen or chosen == [path for path in paths if fits(path, name)]:
             found.append(name)
             continue
         short = short_names(chosen, paths) or ()
-        again = [p for p in paths if any(in_peft(f"{prefix}{p}", each) for each in short)]
+        again = [p for p in paths if any(in_peft(in_whole(p, prefix), n) for n in short)]
         found += short if again == chosen else [f"^{path}" for path in chosen]
     return tuple(dict.fromkeys(found))
 

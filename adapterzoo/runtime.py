@@ -34,9 +34,6 @@ from .composition.rows import ActiveHeads, RowMap
 from .contracts import Prefix, SharedKey
 from .errors import StateError, listing
 
-HEAD = "head//"
-"""In plans, the start of the path of a layer of a head; no path of the base model has it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

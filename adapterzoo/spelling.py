@@ -296,6 +296,8 @@ class PeftSpelling:
         tensors: our parameters → the ends of PEFT's keys, without the adapter's name. The first
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
+        transposes: our parameters at a layer that is tied to a table → the one at the table whose
+            transpose it is.
         convolution_shapes: our parameters of a convolution → the shape in PEFT's files.
         shared: our adapter-wide parameters to PEFT's whole keys.
         fixed: fields whose values identify the method; written unchanged.
@@ -336,6 +338,7 @@ class PeftSpelling:
     arguments: PeftArguments | None = None
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposes: Mapping[str, str] = field(default_factory=dict)
     convolution_shapes: Mapping[str, ConvolutionShape] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -10,20 +10,19 @@ import plain_table as table
 import torch.distributed as dist
 
 
+def said(base: str, text: str, rank: int) -> str:
+    """What comes of a method, or why it is wrong."""
+    made: list[table.Case] = []
+    why: table.Why = {}
+    found = table.judged(lambda: made.append(table.Case(base, text)), why)
+    if made:
+        found = table.judged(functools.partial(table.in_process, made[0], rank, 2), why)
+    return why[()] if found == table.WRONG else found
+
+
 def main(rank: int, base: str) -> None:
     """Print what comes of each method at a base."""
-    found: dict[str, str] = {}
-    for where, text in table.rows():
-        made: list[table.Case] = []
-        if where == base:
-            found[text] = table.judged(
-                lambda t=text, made=made: made.append(table.Case(base, t)), why := {}
-            )
-            if made:
-                run = functools.partial(table.in_process, made[0], rank, 2)
-                found[text] = table.judged(run, why)
-                if found[text] == table.WRONG:
-                    found[text] = str(why)
+    found = {text: said(base, text, rank) for where, text in table.rows() if where == base}
     sys.stdout.write(json.dumps(found) + "\n")
 
 

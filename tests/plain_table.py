@@ -79,6 +79,20 @@ class Convolutional(nn.Module):
         return self.head(x.flatten(2).mean(2))  # type: ignore[no-any-return]
 
 
+class Uneven(nn.Module):
+    """Convolutions that differ between the dimensions, or do not pad with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uneven = nn.Conv2d(4, 8, (3, 1), stride=(2, 1), padding=(1, 0))
+        self.circular = nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.circular(self.uneven(x).tanh()).tanh()
+        return self.head(x.flatten(2).mean(2))  # type: ignore[no-any-return]
+
+
 class BasicBlock(nn.Module):
     """Two convolutions, in the names of timm."""
 
@@ -295,6 +309,8 @@ BASES = {
     "Conv2d": Base(functools.partial(Convolutional, 2), (4, 7, 7), ("strided", "point")),
     "Conv2d, grouped": Base(functools.partial(Convolutional, 2), (4, 7, 7), ("grouped",)),
     "Conv2d, dilated": Base(functools.partial(Convolutional, 2), (4, 7, 7), ("dilated",)),
+    "Conv2d, uneven": Base(Uneven, (4, 7, 7), ("uneven",)),
+    "Conv2d, circular": Base(Uneven, (4, 7, 7), ("circular",)),
     "Conv3d": Base(functools.partial(Convolutional, 3), (4, 5, 5, 5), ("strided", "point")),
     "ResNet": Base(ResNet, (4, 8, 8), ("layer1.0.conv1", "layer2.0.conv2", "downsample.0")),
     "ViT": Base(Vit, (4, 6, 6), ("attn.qkv", "attn.proj", "mlp.fc2")),
@@ -743,7 +759,9 @@ def in_process(case: Case, rank: int, world: int) -> bool:
     case.base.call(alone).square().mean().backward()
     share = ROWS // world
     mine = slice(rank * share, (rank + 1) * share)
-    case.base.call(DistributedDataParallel(model), mine).square().mean().backward()
+    # its hooks live as long as it does
+    shared = DistributedDataParallel(model)
+    case.base.call(shared, mine).square().mean().backward()
     want = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -776,7 +794,7 @@ def judged(run: Callable[[], object], why: Why, *at: str) -> str:
             run()
         except AdapterZooError as error:
             # it says what to do instead
-            said = REFUSED if re.search(r"Write|Leave|Keep|Add", str(error)) else WRONG
+            said = REFUSED if re.search(r"Write|Leave|Keep|Add|Load", str(error)) else WRONG
             why[at] = f"{said}: {error}"
             return said
         except CannotError as error:
@@ -866,30 +884,27 @@ def read(page: str) -> Cells:
     cells: Cells = {}
     bases: list[str] = []
     for line in page.partition(MARK)[2].splitlines():
-        first, *others = line.strip("| ").split(" | ") if line.startswith("| ") else [""]
+        first, *others = line[2:-2].split(" | ") if line.startswith("| ") else [""]
         if first in ("method", "option"):
             bases = others
         elif first.startswith("`"):
             pairs = zip(bases, others, strict=True)
-            cells.update({(base, first.strip("`")): text for base, text in pairs})
+            cells.update({(base, first.strip("`")): text for base, text in pairs if text.strip()})
     return cells
 
 
 def main() -> int:
-    """Run all cells, or those of the named bases, and write the page; 1 if one is wrong."""
-    asked = sys.argv[1:] or [*BASES]
+    """Run all cells, of the named bases or those that the page lacks; 1 if one is wrong."""
+    is_new = sys.argv[1:] == ["--new"]
+    asked = [*BASES] if is_new else sys.argv[1:] or [*BASES]
     known = read(PAGE.read_text(encoding="utf-8"))
-    cells: Cells = {}
-    wrong: Why = {}
+    why: Why = {}
     for base, text in rows():
-        why: Why = {}
-        if base in asked and installed(base):
-            cells[base, text] = cell(base, text, why=why)
-        elif (base, text) in known:
-            # not asked for, or its package is not installed
-            cells[base, text] = known[base, text]
-        wrong.update({at: said for at, said in why.items() if said.startswith(WRONG)})
-    PAGE.write_text(render(cells), encoding="utf-8")
+        if base in asked and installed(base) and not (is_new and (base, text) in known):
+            known[base, text] = cell(base, text, why=why)
+        # in the order of the rows; what was run stays if the rest is interrupted
+        PAGE.write_text(render({row: known[row] for row in rows() if row in known}), "utf-8")
+    wrong = {at: said for at, said in why.items() if said.startswith(WRONG)}
     sys.stderr.write("".join(f"{', '.join(at)}: {text}\n" for at, text in wrong.items()))
     return bool(wrong)
 

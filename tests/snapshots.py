@@ -14,6 +14,7 @@ from families import first_output, tiny_inputs
 from torch import Tensor
 
 from adapterzoo.inject.adapted import adapters_of, below_wrappers
+from adapterzoo.model.state import layer_in
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -61,7 +62,7 @@ def check_plan(model: Any) -> None:
     for path, site in model._active.plan.sites.items():
         if site.adapters is None:
             continue
-        held = adapters_of(below_wrappers(model._backbone.get_submodule(path)))
+        held = adapters_of(below_wrappers(layer_in(model, path)))
         for name, adapter in zip(site.names, site.adapters, strict=True):
             assert adapter is held[name], path
 

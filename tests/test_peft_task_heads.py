@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import adapterzoo
+import adapterzoo.peft
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.peft import PeftModel, get_peft_model, get_peft_model_state_dict
@@ -54,7 +55,7 @@ CLASSES: dict[str, tuple[str, str, list[str] | None]] = {
 
 
 def built(name: str) -> Any:
-    model_type = CLASSES[name][0]
+    model_type = CLASSES[name][0] if name in CLASSES else "bert"
     own = AutoConfig.for_model(model_type).to_dict()
     config = AutoConfig.for_model(model_type, **{k: v for k, v in SIZES.items() if k in own})
     torch.manual_seed(0)
@@ -82,14 +83,37 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_is_trained_is_saved_as_peft_reads_it(name, tmp_path):
     _, layer, saved = CLASSES[name]
-    model = stirred(get_peft_model(built(name), peft.LoraConfig(r=2, target_modules=[layer])))
-    right = logits(model)
+    model = adapterzoo.init(built(name))
+    model.add_adapter("a", LoRAConfig(r=2, target_modules=[layer]))
+    model.train_adapter("a")
+    right = logits(stirred(model))
     assert (right - logits(built(name))).abs().max() > 1e-4
-    model.save_pretrained(tmp_path)
+    model.save_adapter(tmp_path, "a", format="peft")
     assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == saved
     for library in (PeftModel, peft.PeftModel):
         again = library.from_pretrained(built(name), tmp_path).eval()
         torch.testing.assert_close(logits(again), right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        *((name, None) for name in (*CLASSES, "BertForSequenceClassification")),
+        ("BertForSequenceClassification", "SEQ_CLS"),
+    ],
+)
+def test_what_pefts_config_trains_is_what_peft_trains(name, task, tmp_path):
+    """A head only where the task has one; the file has no other either."""
+    layer = CLASSES.get(name, ("", "query"))[1]
+    counts, files = [], []
+    for library in (adapterzoo.peft, peft):
+        config = library.LoraConfig(r=2, target_modules=[layer], task_type=task)
+        model = library.get_peft_model(built(name), config)
+        counts.append(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        model.save_pretrained(tmp_path / library.__name__)
+        files.append({*load_file(tmp_path / library.__name__ / "adapter_model.safetensors")})
+    assert counts[0] == counts[1]
+    assert files[0] == files[1]
 
 
 def test_rows_of_tokens_are_saved_beside_a_tied_decoder(tmp_path):

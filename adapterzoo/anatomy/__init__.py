@@ -7,7 +7,7 @@ the residual stream, the module that reads the stream, and the norm after the ad
 
 from __future__ import annotations
 
-from .find import find
+from .find import find, output_site, tied_to
 from .inputs import NAME as ENTRY
 from .inputs import input_embeddings_of, token_site, usual_joins, why_no_token_site
 from .sites import (
@@ -22,10 +22,11 @@ from .sites import (
     SubLayerKind,
     part_names,
 )
-from .tree import WRAPPED, unwrapped, without_wrappers
+from .tree import HEAD, WRAPPED, in_whole, shown, unwrapped, without_wrappers
 
 __all__ = [
     "ENTRY",
+    "HEAD",
     "ROLES",
     "WRAPPED",
     "Anatomy",
@@ -37,8 +38,12 @@ __all__ = [
     "SubLayer",
     "SubLayerKind",
     "find",
+    "in_whole",
     "input_embeddings_of",
+    "output_site",
     "part_names",
+    "shown",
+    "tied_to",
     "token_site",
     "unwrapped",
     "usual_joins",

@@ -26,11 +26,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .blocks import layers_of, projection_role, read_block, roles_of, row_of
+from .blocks import layers_of, linear_shape, projection_role, read_block, roles_of, row_of
 from .inputs import attentions_of, entry_of, positions_of, table_of, tokens_of
 from .patterns import CHANNEL_NORM_CLASS, NORM_CLASS, Row
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
-from .tree import Branch, Tree, below, joined
+from .tree import HEAD, Branch, Tree, below, joined
 
 
 def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
@@ -98,9 +98,39 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         biases=tuple(marked(site, uses) for site in biases),
         odd_biases=odd_biases,
         shared_tables=shared,
-        own_table=table_of(tree),
+        own_table=(table := table_of(tree)),
         fused=tuple(path for path, module in tree.modules.items() if isinstance(module, encoders)),
+        tied=() if table is None else tuple(tied_to(tree.modules[table], tree.modules)),
     )
+
+
+def tied_to(table: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the paths of the linear layers that share the weight of a table.
+
+    Args:
+        table: an embedding.
+        layers: modules by path.
+    """
+    weight = table._parameters.get("weight")
+    for path, layer in layers.items():
+        if linear_shape(layer) is not None and layer._parameters.get("weight") is weight:
+            yield path
+
+
+def output_site(model: nn.Module, path: str) -> Site | None:
+    """Return the site of the layer onto the vocabulary in a head; None if it is no linear layer.
+
+    Args:
+        model: the whole model, of real or meta tensors.
+        path: of the layer.
+    """
+    tree = Tree(model)
+    shape = linear_shape(tree.modules[path])
+    if shape is None:
+        return None
+    d_in, d_out, transposed = shape
+    site = Site(path, "lm_head", -1, "", "linear", d_in, d_out, transposed=transposed)
+    return dataclasses.replace(marked(site, uses_of(tree)), path=f"{HEAD}{path}")
 
 
 _NO_BLOCK = "no block with attention"
@@ -217,7 +247,7 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
 def _convolutions(
     tree: Tree, blocks: Sequence[Block], uses: Mapping[str, object]
 ) -> Iterator[Site]:
-    """Yield the convolutions whose weight nothing else reads, in model order."""
+    """Yield the convolutions that only convolve, and whose weight nothing else reads, in order."""
     for path, module in tree.modules.items():
         weight = module._parameters.get("weight")
         if weight is None or is_lazy(weight) or path in uses or not weight.is_floating_point():
@@ -227,8 +257,19 @@ def _convolutions(
         d_out, *rest = weight.shape
         yield Site(
             path, "other", *_place(path, blocks), "convolution", math.prod(rest), d_out,
-            kernel=tuple(rest[1:]), groups=cast("Any", module).groups,
+            kernel=tuple(rest[1:]), groups=module.groups, special=_special(module),
         )  # fmt: skip
+
+
+def _special(module: _ConvNd) -> tuple[str, ...]:
+    """Return the arguments of a convolution that are not the usual ones, see `Site`."""
+    sizes = ("kernel_size", "stride", "padding")
+    found = [name for name in sizes if len({*getattr(module, name)}) > 1]
+    if any(d > 1 < k for d, k in zip(module.dilation, module.kernel_size, strict=True)):
+        found.append("dilation")
+    if module.padding_mode != "zeros" and any(module._reversed_padding_repeated_twice):
+        found.append("padding_mode")
+    return tuple(found)
 
 
 def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tuple[str, ...]]:
@@ -390,13 +431,17 @@ def marked(site: Site, uses: Mapping[str, tuple[tuple[str, ...], bool]]) -> Site
 def _computes_more(layer: nn.Module) -> bool:
     """Return whether a layer does more than look up rows, times `embed_scale`, or multiply.
 
-    Other linear layers with a forward of their own (Falcon's, quantized ones) only multiply.
+    Other linear layers with a forward of their own (Falcon's, quantized ones) only multiply. A
+    convolution with one pads its input or changes its weight first.
     """
     cls = next((each for each in _classes(type(layer)) if "forward" in vars(each)), nn.Module)
     if isinstance(layer, nn.Embedding):
         takes = inspect.signature(cls.forward).parameters
         return cls is not nn.Embedding and not (len(takes) == 2 and hasattr(layer, "embed_scale"))
-    return isinstance(layer, nn.Linear) and _MORE.search(cls.__name__) is not None
+    if isinstance(layer, _ConvNd):
+        return cls not in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    rounds = hasattr(layer, "weight_fake_quant")
+    return isinstance(layer, nn.Linear) and (rounds or _MORE.search(cls.__name__) is not None)
 
 
 def _touches(cls: type[Any], name: str) -> bool:

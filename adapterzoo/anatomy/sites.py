@@ -130,6 +130,8 @@ class Site:
         is_called: whether the model calls the layer, and it is a function of its first input.
         kernel: convolutions only: the sizes of the kernel; `d_in` is a multiple of their product.
         groups: convolutions only: parts of the channels that do not mix.
+        special: convolutions only: "dilation" and "padding_mode" if they are not torch's defaults,
+            and "kernel_size", "stride" and "padding" if they differ between the dimensions.
     """
 
     path: str
@@ -159,6 +161,7 @@ class Site:
     is_called: bool = True
     kernel: tuple[int, ...] = ()
     groups: int = 1
+    special: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -310,12 +313,14 @@ class Anatomy:
         tokens: where tokens are embedded; None if that is unknown.
         others: modules with parameters of their own and without a weight matrix, such as norms.
         parameters: the matrices among these parameters, such as the weight of a router.
-        convolutions: the convolutions that the model only calls; names select them, no role does.
+        convolutions: the convolutions that the model only calls.
         biases: layers whose output is a sum with their bias.
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
         own_table: path of the model's own table of tokens; None if it has none.
         fused: paths of torch's encoders and their layers, which may call none of what they hold.
+        output: the layer onto the vocabulary, where it is one of a head, beside the base model.
+        tied: paths of the linear layers that share the weight of the model's own table.
     """
 
     blocks: tuple[Block, ...]
@@ -337,6 +342,8 @@ class Anatomy:
     shared_tables: tuple[tuple[str, ...], ...] = ()
     own_table: str | None = None
     fused: tuple[str, ...] = ()
+    output: Site | None = None
+    tied: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         """Yield every whole site: those of the blocks, then those outside."""
@@ -348,6 +355,11 @@ class Anatomy:
     def stacks(self) -> tuple[str, ...]:
         """Paths of the containers of blocks, in model order."""
         return tuple(dict.fromkeys(block.stack for block in self.blocks))
+
+    @property
+    def named(self) -> tuple[Site, ...]:
+        """The layers that names select and no role: convolutions, and the output layer."""
+        return self.convolutions if self.output is None else (*self.convolutions, self.output)
 
     def linears(self) -> tuple[Site, ...]:
         """Return every whole linear layer that is a module, in blocks and outside."""

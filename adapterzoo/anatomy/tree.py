@@ -48,6 +48,25 @@ def common(one: str, other: str) -> str:
     return ".".join(name for name, _ in takewhile(lambda pair: pair[0] == pair[1], names))
 
 
+HEAD = ".."
+"""Starts the path of a layer of a head, which lies beside the base model and not below it."""
+
+
+def in_whole(path: str, prefix: str) -> str:
+    """Return the path in the whole model.
+
+    Args:
+        path: below the base model, or that of a layer of a head.
+        prefix: what precedes the paths of the base model, such as "model.".
+    """
+    return path.removeprefix(HEAD) if path.startswith(HEAD) else f"{prefix}{path}"
+
+
+def shown(path: str) -> str:
+    """Return the path of a site as messages show it."""
+    return path.removeprefix(HEAD)
+
+
 def nearness(one: str, other: str) -> int:
     """Return how many names two paths share at the start."""
     shared = common(one, other)

@@ -349,17 +349,16 @@ class AdaptedBlock(Adapted):
         return super().forward(**{**kwargs, first: entry(kwargs[first])})
 
 
-def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
-    """Return the module at a path; create an entry that does not exist yet.
+def place_at(layer: nn.Module, path: str, active: ActiveState) -> nn.Module:
+    """Return the module for an adapter; create an entry that does not exist yet.
 
     Args:
-        model: the base model.
-        path: of the module.
+        layer: what `layer_at` found at the path.
+        path: of the site.
         active: the model's.
     """
-    layer = layer_at(model, path)
     owner, _, name = path.rpartition(".")
-    if name != ENTRY or ENTRY in layer_at(model, owner)._modules:
+    if name != ENTRY or plain_class(layer) is Entry:
         return layer
     swap(layer, active, owner, kind=AdaptedBlock)
     cast("Adapted", layer)._link.helps.add((path, ""))

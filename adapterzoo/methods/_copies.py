@@ -44,6 +44,10 @@ from ._init import dtype_named
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
+TIED, TIED_COPY = "tied", "tied copy"
+"""The locations of an adapter of the table of tokens that acts in all layers with its weight."""
+WITH_OUTPUTS = (ROWS, TIED, TIED_COPY)
+"""The locations of what acts in the output layers that are tied to the table too."""
 
 
 class Copy(WeightAdapter):
@@ -102,10 +106,18 @@ class LayerCopy(Copy, CopyAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output of the copy, or with earlier adapters add its change."""
+        if self.transposed and x.is_floating_point() and isinstance(self.layer, nn.Embedding):
+            return self._scored(x, base)
         if base.is_original:
             return self._run(x, base)
         y, plain = base(x), base.original(x)
         own = self._run(x, base)
+        return own if y is plain else y + (own - plain)
+
+    def _scored(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the logits `[*batch, vocab]` of an output layer that is tied to the table."""
+        y, plain = base(x), base.original(x)
+        own = linear(x, self._own("weight").to(x.dtype), base.bias).to(y.dtype)
         return own if y is plain else y + (own - plain)
 
     def _run(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -178,11 +190,13 @@ class SavedModulesConfig(CopyConfig):
 
     Attributes:
         names: of modules; each layer in one gets a copy.
+        tied: paths of layers of one weight that have one copy together.
     """
 
     architecture: ClassVar[str] = "modules_to_save"
 
     names: str | tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer in the modules.
@@ -191,6 +205,8 @@ class SavedModulesConfig(CopyConfig):
             SiteError: a name matches no module with parameters, or a layer cannot be copied.
         """
         sites = {s.path: s for s in (*anatomy, *anatomy.others)}
+        if anatomy.output is not None and anatomy.output.path in self.tied:
+            sites[anatomy.output.path] = anatomy.output
         # a string is one pattern, a tuple holds names
         for one in [self.names] if isinstance(self.names, str) else [(n,) for n in self.names]:
             if not any(_is_in(path, one) for path in sites):
@@ -200,7 +216,7 @@ class SavedModulesConfig(CopyConfig):
                     f"modules_to_save={self.names!r}: no module of the base model matches "
                     f"{one if isinstance(one, str) else one[0]!r}. Write some of {names}."
                 )
-        found = [site for path, site in sites.items() if _is_in(path, self.names)]
+        found = [s for p, s in sites.items() if p not in self.tied and _is_in(p, self.names)]
         for site in found:
             if group := next((g for g in anatomy.shared_tables if site.path in g), ()):
                 raise SiteError(
@@ -212,7 +228,11 @@ class SavedModulesConfig(CopyConfig):
                     f"modules_to_save: {site.path!r} cannot be copied: the model computes with "
                     f"its {site.parameter!r} directly. Leave it out."
                 )
-        return [Placement(site, self, "modules_to_save") for site in found]
+        tables = [p for p in self.tied if p in sites and sites[p].kind == "embedding"]
+        return [
+            *(Placement(site, self, "modules_to_save") for site in found),
+            *(Placement(sites[path], self, TIED_COPY) for path in tables),
+        ]
 
 
 def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
@@ -498,8 +518,18 @@ def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
     if isinstance(config, ConfigUnion):
         return [p for member in config.members for p in all_placements(member, anatomy)]
     own, names = config.placements(anatomy), config.get("modules_to_save")
-    copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
-    copied = {p.site.path for p in copies}
+    tied = tied_layers(config, anatomy)
+    together = names is not None and any(_is_in(path, names) for path in tied)
+    saved = SavedModulesConfig(names=names or (), tied=tied if together else ())
+    copies = [] if names is None else saved.placements(anatomy)
+    copied = {*(p.site.path for p in copies), *saved.tied}
+    at_tied = together or any(p.site.path in tied for p in own)
+    if config.get("ensure_weight_tying") and config.get("trainable_token_indices") is None:
+        _check_tied(at_tied, tied, anatomy)
+    if at_tied and not together:
+        embeddings = [site for site in anatomy if site.kind == "embedding" and site.path in tied]
+        own = [p for p in own if p.site.path not in tied]
+        own += [Placement(site, config, TIED) for site in embeddings]
     gives_way = getattr(config, "gives_way", False)
     # elsewhere a layer that is adapted in two ways is refused when it is built
     adapted = [p for p in own if not gives_way or p.site.path not in copied]
@@ -517,6 +547,30 @@ def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
         layers = None if kind == "all" else tuple(dict.fromkeys(p.site.path for p in adapted))
         biases = BiasConfig(paths=layers).placements(anatomy)
     return [*adapted, *(p for p in biases if p.site.path not in copied), *copies, *rows]
+
+
+def _check_tied(is_adapted: bool, tied: Sequence[str], anatomy: Anatomy) -> None:
+    """Warn where there is nothing to tie."""
+    why = "" if is_adapted else "neither the table of tokens nor a layer tied to it is adapted"
+    if anatomy.output is not None and len(tied) < 2:
+        why = "no layer is tied to the table of tokens"
+    if why:
+        warnings.warn(f"ensure_weight_tying=True: {why}. Leave it out.", stacklevel=3)
+
+
+def tied_layers(config: AdapterConfig, anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the paths of the layers with the weight of the table, if a config ties their adapters.
+
+    Args:
+        config: without the field `ensure_weight_tying` it ties none. Heads with names may be tied
+            to the table later.
+        anatomy: of the model.
+    """
+    if not config.get("ensure_weight_tying") or anatomy.own_table is None:
+        return ()
+    own = anatomy.own_table
+    tables = next((group for group in anatomy.shared_tables if own in group), (own,))
+    return (*tables, *anatomy.tied)
 
 
 @config_class

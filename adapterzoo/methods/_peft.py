@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import Check, Placement
-from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.peft_arguments import PeftArgument
 
 # --- fields that many of PEFT's config classes have; each method adds those of its class ---
@@ -78,6 +78,46 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
     if site.transposed:
         return f"{config} at {site.path!r}, a Conv1D, where {why}"
     return None
+
+
+def not_plain_2d(site: Site, config: str) -> str | None:
+    """Return that a convolution is not a plain one of two dimensions; None: it is, or is none.
+
+    Args:
+        site: of the adapter.
+        config: its config with an article, such as "a BOFTConfig".
+    """
+    if site.kernel and (len(site.kernel) != 2 or site.groups > 1):
+        return f"{config} at {site.path!r}, where PEFT has plain 2-D convolutions only"
+    return None
+
+
+def ignored(site: Site, *options: str) -> str | None:
+    """Return what PEFT ignores at a convolution, as a reason of `unsayable`; None: nothing.
+
+    Args:
+        site: of the adapter.
+        *options: the arguments of a convolution that PEFT's method does not read.
+    """
+    found = [name for name in options if name in site.special]
+    return f"a convolution at {site.path!r}, whose {listing(found)} PEFT ignores" if found else None
+
+
+def refuse_ignored(site: Site, *options: str) -> None:
+    """Refuse a file that PEFT has trained with another convolution than that of the layer.
+
+    Args:
+        site: of the adapter.
+        *options: the arguments of a convolution that PEFT's method does not read.
+
+    Raises:
+        CheckpointError: the layer has one of them.
+    """
+    if (why := ignored(site, *options)) is not None:
+        raise CheckpointError(
+            f"it has {why}, so that it would compute something else here. Train it here: "
+            f"add_adapter(…)."
+        )
 
 
 def only_native(why: str) -> CheckpointError:

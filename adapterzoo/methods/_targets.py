@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy, Role, Site
+from adapterzoo.anatomy import HEAD, Anatomy, Role, Site, in_whole, shown
 from adapterzoo.config import (
     MAX_WIDTH,
     AdapterConfig,
@@ -156,11 +156,13 @@ class TargetedConfig(AdapterConfig):
         """
         wanted, parameters = self.target_modules, self.target_parameters or ()
         if self.layers_to_transform is not None and isinstance(wanted, tuple):
-            whole = [site for site in anatomy if f"{prefix}{site.name}" in wanted]
+            every = (*anatomy, *anatomy.named)
+            whole = [site for site in every if in_whole(site.name, prefix) in wanted]
             if other := [site for site in whole if not self._in_layers(site)]:
+                path = in_whole(other[0].path, prefix)
                 raise ConfigError(
-                    f"{self._name}: PEFT adapts {f'{prefix}{other[0].path}'!r} in any case, as a "
-                    f"whole path. Write target_modules or layers_to_transform, not both."
+                    f"{self._name}: PEFT adapts {path!r} in any case, as a whole path. Write "
+                    f"target_modules or layers_to_transform, not both."
                 )
         found = super().below(prefix, anatomy)
         weights = anatomy.weights().items()
@@ -181,7 +183,7 @@ class TargetedConfig(AdapterConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
-        every = [*anatomy, *anatomy.parameters, *anatomy.convolutions]
+        every = [*anatomy, *anatomy.parameters, *anatomy.named]
         known = {_number(site) for site in every} - {None}
         asked = self.layers_to_transform or ()
         if missing := [number for number in asked if number not in known]:
@@ -243,8 +245,11 @@ class TargetedConfig(AdapterConfig):
         return self._in_layers(site) and not excluded
 
     def _in_layers(self, site: Site) -> bool:
-        only = self.layers_to_transform
-        return site.layer not in self.leave_out and (only is None or _number(site) in only)
+        only, wanted = self.layers_to_transform, self.target_modules or ()
+        # as in PEFT, a whole path is adapted in any case
+        is_whole = site.path.startswith(HEAD) and shown(site.path) in wanted
+        among = only is None or is_whole or _number(site) in only
+        return site.layer not in self.leave_out and among
 
     @property
     def _name(self) -> str:
@@ -274,14 +279,16 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     if wanted == ALL_LINEAR:
         return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
     whole = [s for s in anatomy if s.parameter is None or s.is_of_attention]
-    sites = [*(site for site in whole if site.is_used), *anatomy.convolutions]
+    sites = [*(site for site in whole if site.is_used), *anatomy.named]
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:
+        every = "target_modules='all-linear', or " if anatomy.blocks else ""
+        hint = f"Write {every}some of these names: {names_of(sites)}."
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "
-            f"{listing(missing) if matching else repr(wanted)}. Write target_modules="
-            f"'all-linear', or some of these names: {names_of(sites)}."
+            f"{listing(missing) if matching else repr(wanted)}. "
+            f"{hint if sites else 'No layer of this model has a weight matrix.'}"
         )
     return matching
 

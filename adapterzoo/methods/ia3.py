@@ -265,6 +265,8 @@ def _unsayable(placement: Placement) -> str | None:
         return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
     if site.kind == "embedding":
         return f"a vector at {site.path!r}, an embedding, where PEFT has no IA3"
+    if len(site.kernel) == 1:
+        return f"a vector at {site.path!r}, a 1-D convolution, where PEFT has no IA3"
     if site.output_slice is not None and cast("IA3Config", placement.config).scales_input(site):
         return f"a vector at {site.path!r} that scales the input of one part of the layer"
     return None

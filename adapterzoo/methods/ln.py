@@ -70,9 +70,11 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         ]
         missing = unmatched(wanted or (), norms)
         if missing or not found:
+            hint = "The model has none. Write LoRAConfig(target_modules=[…])."
+            if norms:
+                hint = f"Write some of {names_of(norms)}."
             raise SiteError(
-                f"{self!r}: no norm matches {listing(missing) if missing else 'these'}. Write some "
-                f"of {names_of(norms) or 'none'}."
+                f"{self!r}: no norm matches {listing(missing) if missing else 'these'}. {hint}"
             )
         if idle := unmatched(out or (), norms):
             warnings.warn(

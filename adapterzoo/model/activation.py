@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self, cast
 
+from adapterzoo.anatomy import HEAD
 from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
@@ -49,9 +50,8 @@ from adapterzoo.errors import (
 )
 from adapterzoo.heads import token_places
 from adapterzoo.inject.adapted import adapters_of
-from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import ExpertAdapters, is_additive
-from adapterzoo.runtime import HEAD, Plan, current_task
+from adapterzoo.runtime import Plan, current_task
 
 from .heads import copies
 from .heads.copies import refuse_own_size
@@ -63,6 +63,7 @@ from .state import (
     AdapterRecord,
     FusionRecord,
     config_of,
+    layer_in,
     modules_of,
     own_parameters_of,
     stacks_of,
@@ -87,7 +88,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
-        CompositionError: one adapter has its own output layer, and another its own rows of it.
+        CompositionError: one adapter has its own output layer, which another changes.
         UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state
@@ -129,7 +130,7 @@ def make_plan(
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
         for path in state.fusions[fuse.name].paths:
-            layers = adapters_of(layer_at(model._backbone, path))
+            layers = adapters_of(layer_in(model, path))
             # a fusion that is only checked has no layers yet
             if path in present and key in layers:
                 present[path][key] = layers[key]
@@ -138,14 +139,13 @@ def make_plan(
         step = compile_site(parts, modules, unfused)
         if step is not None:
             sites[path] = step
-    sites.update(copies.steps_of(model, parts))
-    outputs = copies.row_steps(model, parts, acting)
-    if both := sorted(sites.keys() & outputs.keys()):
-        raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, "
-            "another rows of it. Activate one of them."
-        )
-    sites.update(outputs)
+    for own in (copies.steps_of(model, parts), copies.row_steps(model, parts, acting)):
+        if both := sorted(sites.keys() & own.keys()):
+            raise CompositionError(
+                f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, "
+                "or rows of it, for itself, and another changes it too. Activate one of them."
+            )
+        sites.update(own)
     captures: dict[str, tuple[str, ...]] = {}
     for source, reader in dict.fromkeys(s for n in acting for s in state.records[n].sources()):
         if reader.removeprefix("+") in sites:

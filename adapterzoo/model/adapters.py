@@ -24,16 +24,15 @@ from adapterzoo.inject.building import (
     build_shared,
     device_of,
     inject_path,
-    layer_at,
 )
 from adapterzoo.inject.tokens import AdaptedStack
-from adapterzoo.methods._copies import ROWS, all_placements
+from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import copies
-from .heads.copies import refuse_own_size
+from .heads.copies import refuse_both, refuse_own_size
 from .heads.named import release, share_table
 from .hf import hosts
 from .hf.init_data import Collected, InitData, embedded_text, fitted
@@ -43,6 +42,7 @@ from .state import (
     AdapterRecord,
     base_prefix,
     dtype_of,
+    layer_in,
     modules_of,
     own_parameters_of,
     stacks_of,
@@ -125,7 +125,7 @@ def init_values(
     Raises:
         ConfigError: the values of the layer, or its inputs, give none.
     """
-    layer = layer_at(model._backbone, path)
+    layer = layer_in(model, path)
     with at_hand(layer), torch.no_grad():
         # while a model is being loaded it has no values; the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
@@ -148,7 +148,7 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
     def embedded(text: str | int) -> torch.Tensor:
         if path is None:
             raise ConfigError("no text can be embedded: this model reads no tokens. Leave it out.")
-        layer: Any = layer_at(model._backbone, path)
+        layer: Any = layer_in(model, path)
         with at_hand(layer), torch.no_grad():
             if isinstance(text, str):
                 return embedded_text(model, layer, text)
@@ -194,6 +194,7 @@ def bring_in(
     Raises:
         AdapterZooError: it cannot be active, or conflicts with merged adapters.
     """
+    refuse_both(model, record.places, head or ())
     state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
@@ -279,7 +280,8 @@ def make(
     for placement in all_placements(config, model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     refuse_own_size(model, "it", by_path)
-    layers = {path: layer_at(model._backbone, path) for path in by_path}
+    refuse_both(model, by_path)
+    layers = {path: layer_in(model, path) for path in by_path}
     listed = [placement for placements in by_path.values() for placement in placements]
     at, dtype = device or device_of(next(iter(layers.values()))), dtype_of(model)
     shared, sharing = build_shared(config, listed, at, dtype)
@@ -289,11 +291,11 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, container_of(module))
-    # the paths that share a table share one module of rows
-    rows: dict[int, Adapter] = {}
+    # the paths that share a table share one module
+    at_tables: dict[int, Adapter] = {}
     for path, own in by_path.items():
-        if own and own[0].location == ROWS:
-            modules[path] = rows.setdefault(id(own[0].config), modules[path])
+        if own and own[0].location in WITH_OUTPUTS:
+            modules[path] = at_tables.setdefault(id(own[0].config), modules[path])
     if shared is not None:
         inject.check_put(model._backbone, "", container_of(shared, SHARED))
         modules[""], by_path[""] = shared, []
@@ -321,7 +323,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     record = AdapterRecord(record.config, record.places, reads_calls, record.meta)
     for path, adapter in modules.items():
         if path:
-            layer = inject.place_at(backbone, path, active)
+            layer = inject.place_at(layer_in(model, path), path, active)
             sites = [placement.site for placement in record.places[path]]
             overwritten = any(site.overwritten for site in sites)
             read = next((site.read for site in sites if site.read), ())
@@ -332,10 +334,10 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for key in keys.values():
         key.module = shared_by(active.default.shared, key)
     for source, reader in record.sources():
-        inject.capture_input(layer_at(backbone, source), reader, name, active, source)
+        inject.capture_input(layer_in(model, source), reader, name, active, source)
     for path in model.anatomy.fused:
         # its class lets it call its layers
-        inject.capture_input(layer_at(backbone, path), path, name, active, path)
+        inject.capture_input(layer_in(model, path), path, name, active, path)
     for path, stack in stacks_of(model):
         hosts.put_guard(stack, active)
         if record.reads_calls:
@@ -360,16 +362,16 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
     record = state.records.pop(name)
-    if ROWS in record.located:
+    if not record.located.keys().isdisjoint(WITH_OUTPUTS):
         copies.update_rows(model)
     model._active.forget(name)
     state.plans.clear()
     fused = ((path, path) for path in model.anatomy.fused)
     for source, reader in (*record.sources(), *fused):
-        inject.release_input(layer_at(backbone, source), reader, name)
+        inject.release_input(layer_in(model, source), reader, name)
     for path in record.places:
         if path:
-            inject.take(layer_at(backbone, path), name)
+            inject.take(layer_in(model, path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):
@@ -380,12 +382,12 @@ def uninstall(model: AdaptedModel, name: str) -> None:
 
 def remove_all(model: AdaptedModel) -> None:
     """Remove every adapter and fusion; merged weights stay merged."""
-    state, backbone = model._adapter_state, model._backbone
+    state = model._adapter_state
     model._active.default.plan = Plan(None, model._active.default.plan.heads)
     for name, fusion in state.fusions.items():
         copies.take(model, fusion_key(name))
         for path in fusion.paths:
-            inject.take(layer_at(backbone, path), fusion_key(name))
+            inject.take(layer_in(model, path), fusion_key(name))
     state.fusions.clear()
     for name in tuple(state.records):
         remove(model, name)

@@ -14,7 +14,7 @@ from adapterzoo.averaging import STRATEGIES, Combination, weighted, weighted_sum
 from adapterzoo.config import FLAG, MAX_WIDTH, SEED, AdapterConfig, Check, Choice, Density, Range
 from adapterzoo.contracts import FactoredAdapter, upcast
 from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
-from adapterzoo.inject.building import at_hand, layer_at
+from adapterzoo.inject.building import at_hand
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
@@ -22,7 +22,7 @@ from .activation import refuse_taken
 from .adapters import bring_in, make
 from .heads import copies, named, store
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, AdapterRecord, modules_of
+from .state import AdaptedModel, AdapterRecord, layer_in, modules_of
 
 # option → its legal values, one of them, and the default; a strategy with `needs_rank` or `prunes`
 # needs another rank or density
@@ -163,7 +163,7 @@ def _combined(
                     _share(own, theirs)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
-        layer = layer_at(model._backbone, path)
+        layer = layer_in(model, path)
         with at_hand(layer):
             inject.combine(
                 layer,

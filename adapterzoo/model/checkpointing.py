@@ -44,6 +44,7 @@ from .state import (
     LoadOptions,
     config_of,
     heads_of,
+    layer_in,
     modules_of,
     named_tensors,
     tensors_of,
@@ -344,7 +345,7 @@ def filled(
         # embeddings share the table of the first
         if path not in paths[1:]:
             module = module if dtype is None else module.to(dtype)
-            layer = building.layer_at(model._backbone, path or first)
+            layer = layer_in(model, path or first)
             fit.fill(module, by_path.get(path, {}), building.device_of(layer))
     kept = stored.metadata.get("meta")
     return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})

@@ -18,7 +18,6 @@ from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, pa
 from adapterzoo.errors import CheckpointError, CompositionError, DuplicateNameError
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
@@ -36,6 +35,7 @@ from .state import (
     LoadOptions,
     config_of,
     fusion_modules,
+    layer_in,
     modules_of,
     named_tensors,
 )
@@ -162,7 +162,7 @@ def enter(
     if name in fusions:
         _take(model, name)
     for path, layer in made.items():
-        at = layer_at(model._backbone, path)
+        at = layer_in(model, path)
         inject.put(at, fusion_key(name), layer, model._active, path)
     fusions[name] = record
     # an active fusion that is replaced stays active
@@ -175,7 +175,7 @@ def _take(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
     copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
-        inject.take(layer_at(model._backbone, path), fusion_key(name))
+        inject.take(layer_in(model, path), fusion_key(name))
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:

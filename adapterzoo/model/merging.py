@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.anatomy import shown
 from adapterzoo.composition import Stack, parse, refuse_merged_part
 from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.adapted import adapters_of, base_of
-from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import (
     ExpertAdapters,
     as_matrix,
@@ -30,7 +30,7 @@ from .heads import copies, plain
 from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, modules_of, parameters_of
+from .state import AdaptedModel, layer_in, modules_of, parameters_of
 
 # --- merge and reset ---
 
@@ -46,7 +46,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     Raises:
         StateError: they cannot be merged; nothing has changed.
     """
-    state, backbone = model._adapter_state, model._backbone
+    state = model._adapter_state
     refuse_if_sharded(model, "Merge before fully_shard(model).")
     refuse_while_batching(model)
     for name in added:
@@ -85,7 +85,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
             undo.callback(setattr, state, name, copy.copy(getattr(state, name)))
         for path, own in modules.items():
             if first[path] == path:
-                layer = layer_at(backbone, path)
+                layer = layer_in(model, path)
                 values = _copies(layer, own)
                 undo.callback(copies.restore, layer._parameters, values)
                 # values kept by an earlier merge are the originals
@@ -111,7 +111,7 @@ def reset(model: AdaptedModel) -> None:
     for path in state.originals:
         _refuse_unwritable(model, path)
     for path, originals in state.originals.items():
-        copies.restore(layer_at(model._backbone, path)._parameters, originals)
+        copies.restore(layer_in(model, path)._parameters, originals)
     state.originals.clear()
     copies.reset(model)
     merged, state.merged = state.merged, ()
@@ -204,11 +204,13 @@ def _refuse_unloading(model: AdaptedModel) -> None:
 
 
 def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
-    layer = layer_at(model._backbone, path)
+    layer = layer_in(model, path)
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
-        raise StateError(f"the weights at {path!r} are offloaded. Load without device_map.")
+        raise StateError(f"the weights at {shown(path)!r} are offloaded. Load without device_map.")
     if is_quantized(layer):
-        raise StateError(f"the weights at {path!r} are quantized. Write model.dequantize() first.")
+        raise StateError(
+            f"the weights at {shown(path)!r} are quantized. Write model.dequantize() first."
+        )
 
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
@@ -220,8 +222,8 @@ def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
         lost &= at
     if lost:
         raise StateError(
-            f"the base weights at {min(lost)!r} were saved merged, so the originals are not known. "
-            "Load the base model and the adapters again."
+            f"the base weights at {shown(min(lost))!r} were saved merged, so the originals are not "
+            "known. Load the base model and the adapters again."
         )
 
 
@@ -230,7 +232,7 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
     found: dict[object, str] = {}
     firsts = {}
     for path in paths:
-        weight = layer_at(model._backbone, path)._parameters.get("weight")
+        weight = layer_in(model, path)._parameters.get("weight")
         firsts[path] = found.setdefault(path if weight is None else id(weight), path)
     return firsts
 
@@ -258,12 +260,12 @@ def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
             if p is not None:
                 sharing.setdefault(id(p), []).append(f"{prefix}.{name}" if prefix else name)
     for path in paths:
-        own = layer_at(model._backbone, path)._parameters.values()
+        own = layer_in(model, path)._parameters.values()
         names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
         if len(names) > 1:
             raise StateError(
-                f"the weight at {path!r} is shared by {listing(names)}; merging would change all "
-                "of them. Keep the adapter active."
+                f"the weight at {shown(path)!r} is shared by {listing(names)}; merging would "
+                "change all of them. Keep the adapter active."
             )
 
 
@@ -281,7 +283,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     Raises:
         StateError: a merged value is not finite.
     """
-    layer = layer_at(model._backbone, path)
+    layer = layer_in(model, path)
     there = adapters_of(layer)
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]
@@ -298,7 +300,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         for adapter in adapters:
             w = changed(adapter, parameter, w, base, layer)
         target = cast("Tensor", layer._parameters[parameter])
-        write_finite(target, w, f"the merged {parameter} at {path!r}")
+        write_finite(target, w, f"the merged {parameter} at {shown(path)!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):
             # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(original[:, 0]) if bias is None else bias
@@ -308,9 +310,11 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
                     b = mergeable(adapter).merged_bias(b, base)
             if bias is not None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
-                write_finite(own_bias, b, f"the merged bias at {path!r}")
+                write_finite(own_bias, b, f"the merged bias at {shown(path)!r}")
             elif bool(b.count_nonzero()):
-                raise StateError(f"{path!r} has no bias, and the adapter adds one. Keep it active.")
+                raise StateError(
+                    f"{shown(path)!r} has no bias, and the adapter adds one. Keep it active."
+                )
 
 
 def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
-from adapterzoo.inject.building import layer_at
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -52,6 +51,7 @@ from .state import (
     by_location,
     fusion_modules,
     heads_of,
+    layer_in,
     modules_of,
     token_table,
 )
@@ -119,7 +119,7 @@ class AdapterModelMixin:
     def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each block's number and module, an encoder's blocks before its decoder's."""
         for block in self.anatomy.blocks:
-            yield block.layer, layer_at(self._backbone, block.path)
+            yield block.layer, layer_in(self, block.path)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...

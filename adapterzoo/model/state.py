@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from adapterzoo.anatomy import Anatomy, find, input_embeddings_of, unwrapped, without_wrappers
+from adapterzoo.anatomy import (
+    HEAD,
+    Anatomy,
+    find,
+    in_whole,
+    input_embeddings_of,
+    output_site,
+    tied_to,
+    unwrapped,
+    without_wrappers,
+)
+from adapterzoo.anatomy.tree import joined
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.config import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
 from adapterzoo.inject.adapted import adapters_of, below_wrappers, container_of, shared_of
-from adapterzoo.inject.building import layer_at, own_parameters
+from adapterzoo.inject.building import layer_at, own_parameters, plain_modules
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Plan
@@ -356,12 +367,43 @@ def is_base(model: nn.Module) -> bool:
 
 
 def anatomy_of(model: AdaptedModel) -> Anatomy:
-    """Return the sites for adapters in the base model."""
+    """Return the sites for adapters in the base model, and the output layer of a static head."""
     state = model._adapter_state
     if state.anatomy is None:
         given = None if state.interface is None else state.interface.roles()
-        state.anatomy = find(backbone_of(model), given)
+        found, path = find(backbone_of(model), given), output_path(model)
+        output, tied = None, found.tied
+        if path is not None:
+            output = output_site(cast("nn.Module", model), path)
+            if found.own_table is not None:
+                table, own = layer_at(backbone_of(model), found.own_table), f"{HEAD}{path}"
+                tied += (*tied_to(table, {own: layer_at(cast("nn.Module", model), path)}),)
+        state.anatomy = dataclasses.replace(found, output=output, tied=tied)
     return state.anatomy
+
+
+def output_path(model: AdaptedModel) -> str | None:
+    """Return the path of a language model's output layer, if it is a layer of a static head."""
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
+        return None
+    if (output := output_embeddings_of(model)) is None:
+        return None
+    return next((path for path, module in outside(model) if module is unwrapped(output)), None)
+
+
+def outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside the base model with their paths, without adapters."""
+    inside = {id(module) for _, module in plain_modules(model._backbone)}
+    for path, module in plain_modules(cast("nn.Module", model)):
+        if id(module) not in inside:
+            yield path, module
+
+
+def layer_in(model: AdaptedModel, path: str) -> nn.Module:
+    """Return the layer at the path of a site; see `layer_at`."""
+    if path.startswith(HEAD):
+        return layer_at(cast("nn.Module", model), path.removeprefix(HEAD))
+    return layer_at(backbone_of(model), path)
 
 
 def token_table(model: AdaptedModel) -> nn.Embedding | None:
@@ -380,7 +422,7 @@ def stacks_of(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
             if isinstance(module, PreTrainedModel)
         )
     for path in state.stacks:
-        module = layer_at(backbone, path)
+        module = layer_in(model, path)
         if module is not cast("nn.Module", model):
             yield path, module
 
@@ -391,15 +433,15 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     Raises:
         UnknownNameError: there is no adapter of this name.
     """
-    backbone, record = backbone_of(model), model._adapter_state.find(name)
+    record = model._adapter_state.find(name)
     if record.coming:
         return iter(record.coming.items())
 
     def held(path: str) -> Mapping[str, Any]:
         # the path of the base model stands for the modules that its layers share
         if not path:
-            return shared_of(backbone)
-        return adapters_of(below_wrappers(layer_at(backbone, path)))
+            return shared_of(backbone_of(model))
+        return adapters_of(below_wrappers(layer_in(model, path)))
 
     return ((path, cast("Adapter", held(path)[name])) for path in record.places)
 
@@ -432,9 +474,10 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
 
 
 def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:
-    """Return what precedes the keys of an adapter's tensors below the base model, by path."""
+    """Return what precedes the keys of an adapter's tensors in the model, by path."""
+    start = base_prefix(model)
     return {
-        path: f"{path}.{container_of(module)}.{name}.".removeprefix(".")
+        path: in_whole(joined(path, f"{container_of(module)}.{name}."), start)
         for path, module in modules_of(model, name)
     }
 
@@ -478,8 +521,8 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
     Raises:
         UnknownNameError: there is no fusion of this name.
     """
-    backbone, paths = backbone_of(model), model._adapter_state.find_fusion(name).paths
-    layers = ((path, layer_at(backbone, path)) for path in paths)
+    paths = model._adapter_state.find_fusion(name).paths
+    layers = ((path, layer_in(model, path)) for path in paths)
     key = fusion_key(name)
     return ((path, cast("Fusion", adapters_of(layer)[key])) for path, layer in layers)
 

@@ -40,8 +40,17 @@ from .state import (
 # --- what is trained ---
 
 
-def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: bool) -> None:
+def train_adapter(
+    model: AdaptedModel, adapter_setup: object, train_embeddings: bool, gives_heads: bool = True
+) -> None:
     """Freeze everything but these adapters and the active heads, and activate them.
+
+    Args:
+        model: with adapters.
+        adapter_setup: what is trained.
+        train_embeddings: whether the table of tokens is trained too.
+        gives_heads: whether an adapter without a copy of a static head gets one; otherwise that of
+            the model stays frozen.
 
     Raises:
         StateError: the setup names no adapter.
@@ -61,7 +70,8 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
         if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
-    _check_heads(model, setup)
+    if gives_heads:
+        _check_heads(model, setup)
     refuse_untrained(model, setup, _parameters(model, names, train_embeddings))
     set_active(model, setup)
     for name in names if train_embeddings and is_own else ():
@@ -69,7 +79,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     parameters = _parameters(model, names, train_embeddings)
     if train_embeddings and not is_own:
         parameters.append(model.get_input_embeddings().weight)
-    _train(model, parameters, train_embeddings)
+    _train(model, parameters, train_embeddings, gives_heads)
 
 
 def _parameters(
@@ -101,24 +111,26 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     _train(model, trained, False)
 
 
-def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
+def _train(
+    model: AdaptedModel,
+    trained: Iterable[nn.Parameter],
+    train_embeddings: bool,
+    gives_heads: bool = True,
+) -> None:
     """Set training mode; train only these parameters and the active heads."""
     module: Any = model
     unpack_all(module)
     freeze(model, True)
     model._adapter_state.trains = True
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    # adapters without a copy of a static head get one
     heads, count = model._active.default.plan.heads.names, len(model._adapter_state.copies)
-    of_copies = list(copies.trained(model, model._active.default.plan.setup))
+    of_copies = list(copies.trained(model, model._active.default.plan.setup, gives_heads))
     if len(model._adapter_state.copies) > count:
         replan(model)
     backbone = {id(p) for p in model._backbone.parameters()}
     outside = [p for p in module.parameters() if id(p) not in backbone]
     for parameter in outside if not model._has_named_heads else ():
         parameter.requires_grad_(False)
-    for parameter in of_copies:
+    for parameter in (*trained, *of_copies):
         parameter.requires_grad_(True)
     for name, head in heads_of(model).items():
         for parameter in head.parameters():
@@ -176,7 +188,7 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
     for inactive in tables.inactive_of(model).values() if freezes else ():
         inactive.requires_grad_(False)
-    for parameter in model._backbone.parameters():
+    for parameter in (*model._backbone.parameters(), *own_parameters_of(model)):
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
         if freezes or (may_train and id(parameter) not in own):
@@ -187,7 +199,7 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
 
 
 def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False) -> None:
-    """Train only these adapters, in the mode that the model has.
+    """Train only these adapters, with the heads that they have, in the mode that the model has.
 
     Args:
         model: with adapters.
@@ -198,7 +210,7 @@ def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False)
     was_training = model.training
     each = [names] if isinstance(names, str) else names
     frozen = [n for n in each if not any(p.requires_grad for p in parameters_of(model, n))]
-    train_adapter(model, setup, False)
+    train_adapter(model, setup, False, gives_heads=False)
     for name in () if unfreezes else frozen:
         require_grad(model, name, False)
     model.train(was_training)

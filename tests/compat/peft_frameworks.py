@@ -21,12 +21,21 @@ import transformers.integrations.peft
 from datasets import Dataset, disable_progress_bars
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, CLIPTextConfig, CLIPTextModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CLIPTextConfig,
+    CLIPTextModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils import logging
 from words import SENTENCES, plain, tokenizer
 
 IS_PEFT = peft.LoraConfig.__module__.startswith("peft")
 TOKENS = torch.tensor([[5, 6, 7, 8]])
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 UNET: dict[str, Any] = {
     "block_out_channels": (4, 8), "layers_per_block": 1, "sample_size": 8,
     "in_channels": 4, "out_channels": 4, "cross_attention_dim": 16, "norm_num_groups": 2,
@@ -147,6 +156,96 @@ def with_transformers(shared: Path, own: Path) -> Found:
     tensors = load_file(own / "default" / "adapter_model.safetensors")
     model.load_adapter(peft_config=lora("q_proj", "v_proj"), adapter_state_dict=tensors)
     outputs["of tensors"] = logits(model)
+    steps = trained_by_trainer(shared, own)
+    return {"facts": facts | steps["facts"], "outputs": outputs | steps["outputs"]}
+
+
+def trained_by_trainer(shared: Path, own: Path) -> Found:
+    """Transformers' `Trainer` over a model with an adapter: its losses and its files."""
+    rows = [{"input_ids": [5, 6, 7, 8 + n], "labels": [5, 6, 7, 8 + n]} for n in range(12)]
+
+    def trainer(steps: int) -> Trainer:
+        model = AutoModelForCausalLM.from_pretrained(shared / "llama")
+        model.add_adapter(lora("q_proj", "v_proj"))
+        give(model, "default", shared / "llama.safetensors")
+        arguments = TrainingArguments(
+            str(own / "run"), max_steps=steps, per_device_train_batch_size=2, logging_steps=1,
+            save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none", disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )  # fmt: skip
+        return Trainer(model, arguments, train_dataset=rows)
+
+    made = trainer(4)
+    made.train()
+    made.save_model(own / "saved")
+    tensors = load_file(own / "saved" / "adapter_model.safetensors")
+    outputs = {"losses": losses_of(made), **tensors}
+    facts = {"files of a step": files_in(own / "run" / "checkpoint-2"),
+             "saved": files_in(own / "saved")}  # fmt: skip
+    # transformers finds no model in the files of a step
+    step = str(own / "run" / "checkpoint-2")
+    facts["resumed"] = refused(lambda: trainer(4).train(resume_from_checkpoint=step))
+    return {"facts": facts, "outputs": outputs}
+
+
+def losses_of(trainer: Any) -> Tensor:
+    return torch.tensor([float(row["loss"]) for row in trainer.state.log_history if "loss" in row])
+
+
+# --- accelerate ---
+
+
+def with_accelerate(shared: Path, own: Path) -> Found:
+    """A loop around a prepared model, whose state is saved and loaded."""
+    from accelerate import Accelerator
+
+    if IS_PEFT:
+        plain(AutoModelForSequenceClassification, "bert", **STILL).save_pretrained(shared / "head")
+    draws, facts, outputs = torch.Generator().manual_seed(5), {}, {}
+    rows = [{"input_ids": torch.randint(5, 60, (7,), generator=draws), "labels": n % 2}
+            for n in range(8)]  # fmt: skip
+
+    def prepared() -> tuple[Any, ...]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        base = AutoModelForSequenceClassification.from_pretrained(shared / "head")
+        model = peft.get_peft_model(base, lora("query", "value", task_type="SEQ_CLS"))
+        give(model, "default", shared / "head.safetensors")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        loader = torch.utils.data.DataLoader(rows, batch_size=2)
+        return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+    def steps(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> Tensor:
+        seen = []
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            seen.append(loss.detach())
+        return torch.stack(seen)
+
+    first = prepared()
+    outputs["losses"] = steps(*first)
+    first[0].save_state(own / "state")
+    facts["state"] = files_in(own / "state")
+    outputs["goes on"] = steps(*first)
+    again = prepared()
+    again[0].load_state(own / "state")
+    outputs["again"] = steps(*again)
+    unwrapped = again[0].unwrap_model(again[1])
+    unwrapped.save_pretrained(own / "saved")
+    facts["saved"] = files_in(own / "saved")
+    facts["unwrapped"] = [isinstance(unwrapped, peft.PeftModel), trained(unwrapped)]
+    outputs |= load_file(own / "saved" / "adapter_model.safetensors")
+    base = AutoModelForSequenceClassification.from_pretrained(shared / "head")
+    model = peft.PeftModel.from_pretrained(base, own / "saved")
+    with torch.no_grad():
+        outputs["loaded"] = model(TOKENS).logits
     return {"facts": facts, "outputs": outputs}
 
 
@@ -164,8 +263,7 @@ def with_sentence_transformers(shared: Path, own: Path) -> Found:
 
     base = shared / "bert"
     if IS_PEFT:
-        model = plain(AutoModel, "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model.save_pretrained(base)
+        plain(AutoModel, "bert", **STILL).save_pretrained(base)
         tokenizer().save_pretrained(base)
 
     def fresh() -> Any:
@@ -200,9 +298,7 @@ def with_sentence_transformers(shared: Path, own: Path) -> Found:
         loss=MultipleNegativesRankingLoss(model),
     )  # fmt: skip
     trainer.train()
-    outputs["losses"] = torch.tensor(
-        [float(row["loss"]) for row in trainer.state.log_history if "loss" in row]
-    )
+    outputs["losses"] = losses_of(trainer)
     outputs["trained"] = encoded(model)
     facts["checkpoint"] = files_in(own / "run" / "checkpoint-2")
     model.save_pretrained(str(own / "saved"))
@@ -406,6 +502,7 @@ def pipeline(shared: Path, own: Path) -> Found:
 FILE = "pytorch_lora_weights.safetensors"
 FRAMEWORKS = {
     "transformers": with_transformers,
+    "accelerate": with_accelerate,
     "sentence_transformers": with_sentence_transformers,
     "diffusers": with_diffusers,
 }

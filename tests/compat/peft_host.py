@@ -1,7 +1,7 @@
 """A program that imports PEFT, as frameworks do; `test_peft_install` runs it in fresh processes.
 
-Writes a JSON file of what it found: `peft_host.py FILE [FOLDER …]`, with the folders of packages
-whose imports of PEFT are tried.
+Writes a JSON file of what it found: `peft_host.py FILE [FOLDER | NAME …]`, with the folders of
+packages whose imports of PEFT are tried, and names in PEFT.
 """
 
 from __future__ import annotations
@@ -141,12 +141,18 @@ def imports(folder: Path) -> Iterator[str]:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def missing(folders: list[str]) -> list[str]:
-    """The names that packages import from PEFT, and that are not there."""
-    found = set()
-    for name in {name for folder in folders for name in imports(Path(folder))}:
+def missing(asked: list[str]) -> list[str]:
+    """The names that packages import from PEFT, and that are not there.
+
+    Args:
+        asked: folders of packages, and names.
+    """
+    found, names = set(), {name for name in asked if not Path(name).is_dir()}
+    for name in names.union(*(imports(Path(path)) for path in asked if path not in names)):
         module, _, attribute = name.rpartition(".")
-        if not hasattr(importlib.import_module(module), attribute):
+        try:
+            getattr(importlib.import_module(module), attribute)
+        except (AttributeError, ImportError):
             found.add(name)
     return sorted(found)
 

@@ -194,7 +194,7 @@ def test_adapters_are_saved_all_or_none(tmp_path):
 # --- wrong types ---
 
 WRONG: list[Any] = [
-    {"target_modules": [1]},
+    {"target_modules": {1}},
     # the order of a set differs from process to process
     pytest.param({"target_modules": {1, "q_proj"}}, id="a set"),
     {"target_modules": 5},

@@ -221,7 +221,7 @@ def test_no_field_of_theirs_is_ignored(name):
     assert all(
         re.search(
             r"init\w*=|bias=|prompt_tuning_init|prefix_projection|\wft_block|\(eps=|"
-            r"mini_r=|effective_conv2d=",
+            r"mini_r=|effective_conv2d=|weight_tying=",
             text,
         )
         for text in refused
@@ -488,3 +488,27 @@ def test_an_empty_list_scales_the_inputs_of_no_layer():
         model.add_adapter(name, cls(target_modules=["down_proj"], feedforward_modules=[]))
         assert {module.acts_on for _, module in model.adapter_modules(name)} == {"output"}
         assert model.adapters_config[name].feedforward_modules == ()
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "IA3Config"])
+def test_names_of_no_layer_are_ignored_if_others_match(kind):
+    names = {"target_modules": ["q_proj", "down_proj", "c_attn"]}
+    if kind == "IA3Config":
+        names["feedforward_modules"] = ["down_proj", "c_attn"]
+    expected = peft.get_peft_model(plain("llama"), getattr(peft, kind)(**names))
+    config = getattr(adapterzoo.peft, kind)
+    with pytest.warns(UserWarning, match="no layer matches 'c_attn'"):
+        found = adapterzoo.peft.get_peft_model(plain("llama"), config(**names))
+    tensors = peft.get_peft_model_state_dict(expected)
+    assert adapterzoo.peft.get_peft_model_state_dict(found).keys() == tensors.keys()
+    none = config(target_modules=["c_attn"])
+    with pytest.raises(SiteError, match="c_attn"):
+        adapterzoo.peft.get_peft_model(plain("llama"), none)
+
+
+def test_a_config_gets_the_names_of_the_layers():
+    config, theirs, model = adapterzoo.peft.LoraConfig(), peft.LoraConfig(), plain("llama")
+    adapterzoo.peft.get_peft_model(model, config)
+    peft.get_peft_model(plain("llama"), theirs)
+    assert config.target_modules == theirs.target_modules
+    assert model.peft_config["default"] is config

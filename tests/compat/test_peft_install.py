@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from adapterzoo.peft_arguments import PEFT_VERSION
 
 PROGRAM = Path(__file__).with_name("peft_host.py")
 HOSTS = ("accelerate", "transformers", "trl")
-FRAMEWORKS = ("transformers", "sentence_transformers", "diffusers")
+FRAMEWORKS = ("transformers", "accelerate", "sentence_transformers", "diffusers")
 # what hosts import for features that do not exist here, or for methods that are other ones here
 LACKING = [
     "peft.utils.other.fsdp_auto_wrap_policy",
@@ -82,13 +83,25 @@ def origin(name: str) -> Path:
 
 def ran(start: list[str], folder: Path, hiding: str = "") -> tuple[dict[str, Any], str]:
     """What the program found in a fresh process, and what it printed."""
-    hosts = [origin(name).parent for name in (*HOSTS, *FRAMEWORKS[1:]) if is_there(name)]
-    printed = launched(start, folder, hiding, folder / "found.json", *hosts)
+    hosts = [origin(name).parent for name in {*HOSTS, *FRAMEWORKS} if is_there(name)]
+    names = [name for columns in documented() for name in (*columns[0], *columns[1])]
+    printed = launched(start, folder, hiding, folder / "found.json", *hosts, *names)
     found = json.loads((folder / "found.json").read_text())
     assert found["packages"]["arguments"] == [str(folder / "found.json")]
     is_module = "peft_host" in start
     assert found["packages"]["folder"] == str(folder if is_module else PROGRAM.parent)
     return found, printed
+
+
+def documented() -> list[tuple[list[str], list[str]]]:
+    """What frameworks import that are not installed: names that are here, and those of PEFT alone.
+
+    docs/integrations.md lists them.
+    """
+    page = PROGRAM.parents[2] / "docs" / "integrations.md"
+    rows = re.findall(r"(?m)^\| (?:LLaMA-Factory|Axolotl) \| (`.*) \|(.*)\|$", page.read_text())
+    assert len(rows) == 2
+    return [tuple([f"peft.{n}" for n in re.findall(r"`(.*?)`", cell)] for cell in r) for r in rows]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +157,8 @@ def test_hosts_know_models_with_adapters_and_add_them(here, of_peft):
 
 def test_what_hosts_import_is_there(here, of_peft):
     assert of_peft["missing"] == []
-    assert here[0]["missing"] == (LACKING if here[2] else [])
+    of_peft_alone = {name for _, lacking in documented() for name in lacking}
+    assert here[0]["missing"] == (sorted({*LACKING, *of_peft_alone}) if here[2] else [])
 
 
 @pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])

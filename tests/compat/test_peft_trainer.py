@@ -12,7 +12,7 @@ import transformers
 from families import tiny_config
 from peft_world import QUIET
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, Trainer, TrainingArguments, trainer_utils
 
 import adapterzoo.peft as library
 from adapterzoo.errors import CheckpointError
@@ -78,6 +78,27 @@ def test_a_stopped_training_goes_on_bit_for_bit(name, tmp_path):
     # what a trainer saves at the end is PEFT's folder alone
     whole.save_model(str(tmp_path / "end"))
     assert not (tmp_path / "end" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("trains_base", [False, True])
+def test_a_trainer_that_knows_models_has_files_of_adapters(trains_base, tmp_path, monkeypatch):
+    for name in ("PeftModel", "PeftMixedModel"):
+        for module in (trainer_utils, transformers.trainer):
+            monkeypatch.setattr(module, name, getattr(library, name), raising=False)
+
+    def fresh() -> Any:
+        model = made()
+        # PEFT's files have no place for it
+        model.bert.pooler.requires_grad_(trains_base)
+        return model
+
+    whole = trainer(fresh(), tmp_path / "whole")
+    whole.train()
+    stopped = tmp_path / "whole" / f"checkpoint-{STOP}"
+    assert (stopped / "model.safetensors").is_file() == trains_base
+    again = trainer(fresh(), tmp_path / "again")
+    again.train(resume_from_checkpoint=str(stopped))
+    assert losses(again) == losses(whole)
 
 
 def test_the_best_model_is_loaded(tmp_path):

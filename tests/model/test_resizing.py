@@ -191,9 +191,11 @@ def test_what_is_known_of_the_model_changes_only_in_sizes(family, config):
         pytest.skip("the family has no such place")
     before = model.anatomy
     model.resize_token_embeddings(NEW)
-    after = dataclasses.replace(model.anatomy, outside=before.outside)
+    known = {"outside": before.outside, "output": before.output}
+    after = dataclasses.replace(model.anatomy, **known)
     assert after == before
     sizes = {site.path: (site.d_in, site.d_out) for site in model.anatomy.outside}
     plain = built(family)
     plain.resize_token_embeddings(NEW)
     assert sizes == {site.path: (site.d_in, site.d_out) for site in plain.anatomy.outside}
+    assert model.anatomy.output == plain.anatomy.output

@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--peft", type=Path, help="a checkout of PEFT 0.21")
     parser.add_argument("--names", nargs="+", default=())
     parser.add_argument("--results", type=Path, default=Path("build", "peft_examples"))
+    parser.add_argument("--libraries", nargs="+", default=programs.LIBRARIES)
     parser.add_argument("--timeout", type=int, default=120, help="seconds for each program")
     chosen = parser.parse_args()
     if chosen.what == ["table"]:
@@ -26,7 +27,9 @@ def main() -> None:
         parser.error("--peft is the folder of a checkout of PEFT 0.21")
     for kind in chosen.what:
         results = chosen.results / f"{kind}.jsonl"
-        programs.run(chosen.peft.resolve(), kind, results, chosen.names, chosen.timeout)
+        programs.run(
+            chosen.peft.resolve(), kind, results, chosen.names, chosen.timeout, chosen.libraries
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,14 @@ _PATTERNS = {
 }
 
 
-def run(peft: Path, kind: str, results: Path, names: Iterable[str], seconds: int) -> None:
+def run(
+    peft: Path,
+    kind: str,
+    results: Path,
+    names: Iterable[str],
+    seconds: int,
+    libraries: Iterable[str] = LIBRARIES,
+) -> None:
     """Write a line for each program and library.
 
     Args:
@@ -63,16 +70,20 @@ def run(peft: Path, kind: str, results: Path, names: Iterable[str], seconds: int
         results: the file to write.
         names: a part of the names of the programs, all if empty.
         seconds: after which a program is ended.
+        libraries: that are imported in place of PEFT.
     """
-    for module in ("torch", "transformers", "datasets", "trl", *LIBRARIES):
+    for module in ("torch", "transformers", "datasets", "trl", *libraries):
         importlib.import_module(module)
     results.parent.mkdir(parents=True, exist_ok=True)
     wanted = [n for n in _names(peft, kind) if not names or any(part in n for part in names)]
     with results.open("w", encoding="utf-8") as file:
         for name in wanted:
-            for library in LIBRARIES:
+            for library in libraries:
                 line = _child(peft, kind, name, library, seconds)
-                file.write(json.dumps({"id": name, "library": library, **line}) + "\n")
+                # after install() it is another one than was asked for
+                own = importlib.import_module(library).LoraConfig.__module__
+                known_as = "peft" if own.startswith("peft.") else "adapterzoo.peft"
+                file.write(json.dumps({"id": name, "library": known_as, **line}) + "\n")
                 file.flush()
 
 

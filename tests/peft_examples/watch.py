@@ -10,10 +10,12 @@ import builtins
 import contextlib
 import functools
 import json
+import random
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ class Watch:
         functional.scaled_dot_product_attention = lambda *given, **options: attend(
             *given, **{**options, "dropout_p": 0.0}
         )
-        torch.manual_seed(0)
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
 
     def _around(self, function: Any, then: Any) -> Any:
         @functools.wraps(function)

@@ -108,6 +108,8 @@ class PeftConfig:
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         subfolder: str | None = None,
+        *,
+        trust_remote_code: bool = False,
         **kwargs: Any,
     ) -> PeftConfig:
         """Return the config in a folder, or on the Hub, as an object of its own class.
@@ -115,14 +117,13 @@ class PeftConfig:
         Args:
             pretrained_model_name_or_path: a folder, or `user/repository`.
             subfolder: a part of it.
+            trust_remote_code: has no effect: nothing is needed, as a config runs no code.
             **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`; and
-                fields to change. What frameworks pass for the model as well, `trust_remote_code`,
-                has no effect: nothing is needed, as a config runs no code.
+                fields to change.
 
         Raises:
             CheckpointError: there is none, it is damaged, or its method is unknown.
         """
-        kwargs.pop("trust_remote_code", None)
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
         given = pretrained_model_name_or_path
         path = given if subfolder is None else Path(given, subfolder)

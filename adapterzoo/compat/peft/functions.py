@@ -1,4 +1,4 @@
-"""PEFT's functions that frameworks call on models with adapters, beside those for users."""
+"""PEFT's functions and names of files that frameworks use, beside those for users."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ from typing import Any
 from torch import nn
 
 from adapterzoo.errors import names_call
+from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.methods.lycoris.lokr import divided
 
-__all__ = ["_get_submodules", "delete_adapter", "disable_input_dtype_casting", "factorization"]
+__all__ = [
+    "CONFIG_NAME",
+    "SAFETENSORS_WEIGHTS_NAME",
+    "WEIGHTS_NAME",
+    "_get_submodules",
+    "delete_adapter",
+    "disable_input_dtype_casting",
+    "factorization",
+]
+
+CONFIG_NAME = CONFIG
+SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME = format_of_peft.FILES
 
 
 @names_call

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import formats
+from adapterzoo.anatomy import in_whole
 from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
 from adapterzoo.config import FLAG, AdapterConfig
@@ -23,7 +25,8 @@ from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateErro
 from adapterzoo.formats import fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.checkpoint import from_plain
-from adapterzoo.formats.peft.reading import task_of
+from adapterzoo.formats.peft.reading import is_saved, task_of
+from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model import (
     AdapterModelMixin,
@@ -34,7 +37,8 @@ from adapterzoo.model import (
     sharding,
     training,
 )
-from adapterzoo.model.activation import make_plan, refuse_merged, set_active
+from adapterzoo.model.activation import make_plan, refuse_merged, replan, set_active
+from adapterzoo.model.heads import copies
 from adapterzoo.model.heads.copies import modules_with, names_of
 from adapterzoo.model.heads.named import HeadRecord, record_of, saved_names
 from adapterzoo.model.heads.store import fitting
@@ -56,6 +60,7 @@ from adapterzoo.patterns import ALL_LINEAR, Targets, exactly, is_named
 from adapterzoo.peft_arguments import (
     COMMON,
     TASK_TYPES,
+    PeftArguments,
     also_named,
     class_of,
     classes_of_peft,
@@ -123,6 +128,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
         # the names are read here before the config checks them
         Targets()(arguments.class_name, "target_modules", given)
         fields = with_experts(model, fields, given, spelling)
+    fields = _that_match(model, fields, arguments)
     numbers = fields.get("layers_to_transform")
     stacks = fields.pop("layers_pattern", None) if numbers is not None else None
     if stacks:
@@ -146,10 +152,40 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     return found, is_frozen
 
 
+def _that_match(
+    model: AdaptedModel, fields: dict[str, Any], arguments: PeftArguments
+) -> dict[str, Any]:
+    """Return the fields without the names of no layer, which PEFT ignores if others match.
+
+    Warns:
+        UserWarning: there are such names.
+    """
+    names: Any = fields.get("target_modules")
+    if not _is_list(names):
+        return fields
+    prefix, every = base_prefix(model), plain_modules(cast("nn.Module", model))
+    paths = [in_whole(path, prefix) for path in Targets().paths(model.anatomy)]
+    paths += [path for path, _ in every]
+    idle = {n for n in names if isinstance(n, str) and not any(is_named(p, n) for p in paths)}
+    if not idle or len(idle) == len(names):
+        return fields
+    warnings.warn(
+        f"{arguments.class_name}: no layer matches {listing(sorted(idle))}, among target_modules. "
+        f"Leave out what is not meant for a {class_name(model)}.",
+        stacklevel=2,
+    )
+    lists = {n: fields[n] for n in ("target_modules", *arguments.subsets)}
+    kept = {n: [v for v in own if v not in idle] for n, own in lists.items() if _is_list(own)}
+    return {**fields, **kept}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset))
+
+
 def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
     """Return `modules_to_save` as PEFT completes it for a task, without names of no module."""
-    listed = isinstance(names, (list, tuple, set, frozenset))
-    are_names = names is None or (listed and all(isinstance(name, str) for name in names))
+    are_names = names is None or (_is_list(names) and all(isinstance(n, str) for n in names))
     if model._has_named_heads or not are_names:
         return names
     every = [*(names or ()), *(_SAVED.get(task or "", ()))]
@@ -172,7 +208,7 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     named = config.get("target_modules")
     kept = []
     for placement in config.below(prefix, model.anatomy).placements(model.anatomy):
-        path = f"{prefix}{placement.site.path}"
+        path = in_whole(placement.site.path, prefix)
         tried = (re.match(expression, path) for expression in expressions)
         found = next((match for match in tried if match), None)
         # the pattern may have groups of its own, and alternatives without a number
@@ -278,8 +314,24 @@ def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, T
     """Return PEFT's config and tensors for an adapter."""
     sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
     info = ModelInfo(model)
-    stored = formats.exported(checkpointing.checkpoint_of(model, name, True, None, "peft"), info)
+    with_head = has_head(model, name)
+    stored = formats.exported(
+        checkpointing.checkpoint_of(model, name, with_head, None, "peft"), info
+    )
     return format_of_peft.encoded(stored, info)
+
+
+def has_head(model: AdaptedModel, name: str) -> bool:
+    """Return whether an adapter's file has a head: one with its name, or its copy of a static one.
+
+    As in PEFT, the head that a model of `adapterzoo.peft` came with is in no file.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+    """
+    is_of_peft = hasattr(type(model), "_mixin")
+    return model._has_named_heads or not is_of_peft or name in model._adapter_state.copies
 
 
 def encoded_record(
@@ -373,18 +425,29 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
         enter()
 
 
-def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return what adapters, heads and the training may change, each tensor once."""
+def _of_adapters(model: AdaptedModel) -> set[int]:
+    """Return the identities of the tensors of adapters and heads."""
     state = model._adapter_state
     modules: list[Any] = [m for name in state.records for _, m in modules_of(model, name)]
     modules += [m for name in state.records for m in modules_with(model, name)]
     own = {id(t) for m in modules for t in m.state_dict(keep_vars=True).values()}
-    own |= {id(p) for p in own_parameters_of(model)}
+    return own | {id(p) for p in own_parameters_of(model)}
+
+
+def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return what adapters, heads and the training may change, each tensor once."""
+    own = _of_adapters(model)
     found: dict[int, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if tensor.requires_grad or id(tensor) in own:
             found.setdefault(id(tensor), (key, tensor))
     return dict(found.values())
+
+
+def trains_base(model: AdaptedModel) -> bool:
+    """Return whether parameters are trained that belong to no adapter and no head."""
+    own = _of_adapters(model)
+    return any(p.requires_grad and id(p) not in own for p in model.parameters())
 
 
 # --- the methods ---
@@ -576,14 +639,36 @@ def _add_from_peft(
     self: Any, adapter_name: str, config: Any, set_active: bool = False, **given: Any
 ) -> None:
     """Add an adapter by a config of PEFT."""
-    config, is_frozen = from_peft(self, config)
+    made, is_frozen = from_peft(self, config)
     check = None
     if getattr(self, "_is_saved_for_peft", False):
         check = functools.partial(check_savable, self, adapter_name)
-    adapters.add(self, adapter_name, config, active=set_active, check=check, **given)
+    adapters.add(self, adapter_name, made, active=set_active, check=check, **given)
+    if adapter_name not in self._adapter_state.copies and not self._has_named_heads:
+        copies.put(self, adapter_name, _head_of(self, config, made))
+        replan(self)
     if is_frozen:
         for parameter in parameters_of(self, adapter_name):
             parameter.requires_grad_(False)
+
+
+def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str, nn.Module]:
+    """Return the layers of a static head of which PEFT gives an adapter a copy, by path.
+
+    They are those of a task that has a head, and those that `modules_to_save` names.
+
+    Args:
+        model: with the adapter.
+        config: of PEFT, or its dict.
+        made: the same here.
+    """
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    task = getattr(asked := values.get("task_type"), "value", asked)
+    if not peft_spellings[made.architecture].has_layers:
+        # its files need the head
+        task = task or task_of(class_name(model))
+    layers, names = copies.made(model), made.get("modules_to_save") or ()
+    return {p: layer for p, layer in layers.items() if task in HEADED or is_saved(p, names)}
 
 
 def _refuse_merged(model: AdaptedModel) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +20,13 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.hub import PushToHubMixin
 
 from adapterzoo import hub
-from adapterzoo.anatomy import unwrapped
+from adapterzoo.anatomy import in_whole, unwrapped
 from adapterzoo.composition import Composition
 from adapterzoo.config import change_forms
 from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG, task_of
-from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.building import plain_state
 from adapterzoo.inject.layers import ExpertAdapters, packing_of
@@ -43,7 +43,6 @@ from adapterzoo.model import (
 )
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.conversion import Size
-from adapterzoo.model.heads import copies
 from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
@@ -55,7 +54,16 @@ from adapterzoo.peft_arguments import also_named, is_peft
 
 from . import layers, saving, standins, status
 from .classes import PeftConfig, from_values, plain_value
-from .methods import DEFAULT, encoded, encoded_record, fill, one_name, trained_tensors
+from .methods import (
+    DEFAULT,
+    encoded,
+    encoded_record,
+    fill,
+    has_head,
+    one_name,
+    trained_tensors,
+    trains_base,
+)
 from .saving import configs_of, embedding_tensors, keep, with_values
 
 # what accelerate needs to place a model
@@ -266,8 +274,6 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
         given = next((v for v in (*args, *kwargs.values()) if hasattr(v, "to_dict")), None)
         for name in {*own.adapters_config} - before:
-            if _trains_head(own, given) and name not in own._adapter_state.copies:
-                copies.put(own, name, copies.made(own))
             if is_peft(given) and not isinstance(given, Mapping):
                 keep(own, name, given)
             if on_meta:
@@ -406,9 +412,11 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
                 vocabulary has another size than in the checkpoint of the base model.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `with_head`, whether heads are
-                saved; `state_dict` of the whole model, whose values the files get; None: those that
-                the model has. In a trainer's `checkpoint-<step>` all trained tensors are also
-                written to `model.safetensors`.
+                saved, None: those that adapters have of their own; `state_dict` of the whole model,
+                whose values the files get; None: those that the model has. In a trainer's
+                `checkpoint-<step>` all trained tensors are also written to `model.safetensors`;
+                after `install()`, when a trainer reads the files of adapters, only if the base
+                model is trained too.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
@@ -417,7 +425,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """
         given = kwargs.pop("state_dict", sentinel := object())
         of_trainer, values = given is None, None if given is sentinel else given
-        format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
+        format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", None)
         if kwargs:
             raise ConfigError(f"{next(iter(kwargs))}=…: there is no such option. Leave it out.")
         known = [*self.adapters_config]
@@ -425,25 +433,27 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         for name in names:
             if name not in known:
                 raise unknown_name("", "adapter", name, known)
-        if len(names) > 1:
-            checkpointing.check_saving(cast("Any", self), names, format, with_head)
         own = cast("Any", self)
+        heads = {n: has_head(own, n) if with_head is None else with_head for n in names}
+        for name in names if len(names) > 1 else ():
+            checkpointing.check_saving(own, [name], format, heads[name])
         is_peft_format = format == "peft" and not sharding.groups_of(self)
         tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
         for name in names if is_main_process else ():
             folder = Path(save_directory, "" if name == DEFAULT else name)
             with with_values(own, name, None if sharding.groups_of(self) else values):
-                self.save_adapter(folder, name, with_head=with_head, format=format)
+                self.save_adapter(folder, name, with_head=heads[name], format=format)
             if is_peft_format:
                 saving.finish(own, name, folder, tables, safe_serialization)
         if is_main_process and is_peft_format:
             saving.write_card(own, Path(save_directory))
-        # `Trainer` reads `model.safetensors` of models that are not of PEFT's class; a trainer of
-        # sharded models has files of its own
+        # `Trainer` reads `model.safetensors` of models that are not of PEFT's class, and before all
+        # others if it is there; a trainer of sharded models has files of its own
         folder = Path(save_directory)
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
-        if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
-            trained = trained_tensors(cast("Any", self))
+        is_ours = of_trainer and is_main_process and is_step and not sharding.groups_of(self)
+        if is_ours and (trains_base(own) or not _trainers_know_models()):
+            trained = trained_tensors(own)
             files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
 
     def load_state_dict(
@@ -555,7 +565,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             for path, module in own.adapter_modules(name):
                 if not isinstance(module, (LayerCopy, OwnBias, TokenRows)):
                     parts = module._modules if isinstance(module, ExpertAdapters) else ("",)
-                    yield from ((f"{prefix}{path}", part) for part in parts)
+                    yield from ((in_whole(path, prefix), part) for part in parts)
 
     def set_requires_grad(
         self, adapter_names: str | Sequence[str], requires_grad: bool = True
@@ -625,12 +635,6 @@ def _refuse_offload(ephemeral_gpu_offload: bool) -> None:
         raise ConfigError("ephemeral_gpu_offload=True: layers stay on their devices. Leave it out.")
 
 
-def _trains_head(model: Any, config: Any) -> bool:
-    """Return whether PEFT gives an adapter a head of its own: its task has one."""
-    task = getattr(asked := getattr(config, "task_type", None), "value", asked)
-    return is_peft(config) and not model._has_named_heads and task in HEADED
-
-
 def _to_meta(model: Any, name: str) -> None:
     """Take the values of an adapter away; its parameters stay, on the meta device."""
     for _, module in modules_of(model, name):
@@ -668,6 +672,12 @@ def as_peft(model: Any, mixin: Any = PeftModel) -> Any:
         for each in mixin.__mro__[:-1]:
             owned.own(model, each, *([owned.WHOLE] if each is PeftModel else []))
     return model
+
+
+def _trainers_know_models() -> bool:
+    """Return whether `Trainer` compares with `PeftModel`, and so reads the files of adapters."""
+    modules = (sys.modules.get(f"transformers.{name}") for name in ("trainer_utils", "trainer"))
+    return any(getattr(module, "PeftModel", None) is PeftModel for module in modules)
 
 
 class _MixedType(standins.ModelType):
@@ -1060,7 +1070,8 @@ def replace_lora_weights_loftq(
         module = modules[path]
         before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
         adapters.init_values(peft_model, path, module, weight)
-        if callback is not None and not callback(peft_model, base_prefix(peft_model) + path):
+        name = in_whole(path, base_prefix(peft_model))
+        if callback is not None and not callback(peft_model, name):
             with torch.no_grad():
                 for key, tensor in module.state_dict(keep_vars=True).items():
                     tensor.copy_(before[key])

@@ -41,6 +41,9 @@ SAFE, PICKLED = format_of_peft.FILES
 PREFIX = "base_model.model."
 """Of the keys of a model that PEFT has wrapped."""
 
+# fields that name layers; where there are none, PEFT fills in those of the model's type
+_SELECTED = ("target_modules", "feedforward_modules")
+
 # tasks of PEFT → those of the Hub
 _PIPELINES = {
     "CAUSAL_LM": "text-generation",
@@ -72,7 +75,7 @@ class Kept:
 
 
 def keep(model: Any, name: str, given: Any) -> None:
-    """Keep the user's config of an adapter that has been added.
+    """Keep the user's config of an adapter that has been added; it gets the names of the layers.
 
     Args:
         model: with the adapter.
@@ -80,6 +83,12 @@ def keep(model: Any, name: str, given: Any) -> None:
         given: a config object of PEFT.
     """
     own = model._adapter_state.find(name).config
+    if idle := [n for n in _SELECTED if getattr(given, n, ()) is None]:
+        with contextlib.suppress(CheckpointError):
+            document = encoded(model, name)[0]
+            for field in idle:
+                found = document.get(field)
+                setattr(given, field, {*found} if isinstance(found, list) else found)
     before = {key: plain_value(value) for key, value in given.to_dict().items()}
     _book(model).kept[name] = Kept(own, given, before)
 

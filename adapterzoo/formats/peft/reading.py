@@ -28,7 +28,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -36,7 +36,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import HEAD, Anatomy, Site
 from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
@@ -49,7 +49,7 @@ from adapterzoo.formats.checkpoint import (
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import OWN_OUTPUT, STATIC
-from adapterzoo.methods._copies import all_placements
+from adapterzoo.methods._copies import TIED_COPY, all_placements
 from adapterzoo.patterns import TokenIds, around, exactly, fault, is_named, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, instead
 from adapterzoo.spelling import (
@@ -60,6 +60,8 @@ from adapterzoo.spelling import (
     peft_readable,
     peft_spellings,
 )
+
+from . import tying
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
@@ -311,6 +313,7 @@ FIELD_AT = {
     "modules_to_save": "modules_to_save",
     "token rows": "trainable_token_indices",
     "bias": "bias",
+    TIED_COPY: "modules_to_save",
 }
 
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
@@ -329,6 +332,14 @@ def read_adapter(
             or contradict each other or the config.
     """
     spelling = peft_config.spelling
+    is_tied, count = bool(peft_config.fields.get(tying.FIELD)), len(tensors)
+    if is_tied:
+        layers_here = ((named_in_peft(s), s.is_used) for s in _sites(spelling, info))
+        used = {f"{spelling.prefix}{info.whole(n)}": is_used for n, is_used in layers_here}
+        tensors = tying.without_twins(tensors, spelling, peft_config.modules_to_save, used)
+        # PEFT ties no layers of other names than "embed_tokens" and "lm_head"
+        is_tied = len(tensors) < count
+        peft_config = replace(peft_config, fields={**peft_config.fields, tying.FIELD: is_tied})
     layers, shared, lost, rest = _sorted(peft_config, tensors, info)
     extras, rest = _read_extras(peft_config, rest, info)
     if not lost:
@@ -369,6 +380,10 @@ def read_adapter(
     # modules that share a table have the same rows
     tied = {path: group for group in info.anatomy.shared_tables for path in group}
     rows = {same: rows[path] for path in rows for same in tied.get(path, (path,))}
+    if is_tied:
+        read = {same: read[path] for path in read for same in tied.get(path, (path,))}
+        copied = extras.copies
+        extras.copies = {p: copied[path] for path in copied for p in tied.get(path, (path,))}
     found: dict[str, Tensor] = {}
     for place in places_of(config, info.anatomy):
         path, kind = place.path, FIELD_AT.get(place.placement.location)
@@ -406,12 +421,12 @@ def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> N
 
     lacking = []
     for site in _sites(peft_config.spelling, info):
-        path = f"{info.prefix}.{site.path}".removeprefix(".")
+        path = info.whole(site.path)
         if site.stack not in stacks or site.path in there or not is_chosen(path, names):
             continue
         number = re.match(r".*?\.[^.]*\.(\d+)\.", path)
         in_layers = not numbers or path in names or (number and int(number[1]) in numbers)
-        is_copy = _is_saved(path, peft_config.modules_to_save)
+        is_copy = is_saved(path, peft_config.modules_to_save)
         if in_layers and not is_copy and not is_chosen(path, excluded):
             lacking.append(path)
     if lacking:
@@ -489,13 +504,14 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     norms = info.anatomy.others if spelling.of_norms else ()
     layers = [s for s in info.anatomy if s.parameter is None or s.is_of_attention]
-    return [*norms, *layers, *info.anatomy.convolutions]
+    return [*norms, *layers, *info.anatomy.named]
 
 
 def named_in_peft(site: Site) -> str:
     """Return the path of a site in PEFT's keys, which wraps `nn.MultiheadAttention` as a whole."""
     projects = site.is_of_attention and site.parameter == "out_proj.weight"
-    return f"{site.path}.{WRAPPED}.out_proj" if projects else site.path
+    path = site.path.removeprefix(HEAD)
+    return f"{path}.{WRAPPED}.out_proj" if projects else path
 
 
 def _weight(site: Site, info: ModelInfo) -> Tensor | None:
@@ -690,7 +706,7 @@ def _read_extras(
         path = None if ".original_module." in key else _here(layer, sites, info)
         if path is None:
             continue
-        if "modules_to_save" in can and _is_saved(layer, peft_config.modules_to_save):
+        if "modules_to_save" in can and is_saved(layer, peft_config.modules_to_save):
             extras.copies.setdefault(path, {})[parameter] = _cast(left.pop(key), path, info)
         elif "bias" in can and peft_config.bias != "none" and parameter == "bias":
             extras.biases[path] = _cast(left.pop(key), path, info)
@@ -740,14 +756,19 @@ def _plain(key: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _is_saved(layer: str, names: Sequence[str]) -> bool:
-    """Return whether a layer is in one of the modules, by PEFT's rule for names."""
+def is_saved(layer: str, names: Sequence[str]) -> bool:
+    """Return whether a layer is in one of the modules, by PEFT's rule for names.
+
+    Args:
+        layer: its path.
+        names: of modules.
+    """
     return any(module.endswith(name) for module in around(layer) for name in names)
 
 
 def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
-    return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
+    return info.tensor(info.whole(f"{path}.{parameter}"))
 
 
 def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
@@ -829,7 +850,7 @@ def head_from(
             continue
         name = _plain(key)
         own = _in_base(name, info)
-        is_own = name in info.output and _is_saved(
+        is_own = name in info.output and is_saved(
             name.rpartition(".")[0], peft_config.modules_to_save
         )
         own_output |= is_own

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import HEAD, Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
 from adapterzoo.formats import fit
@@ -24,10 +24,12 @@ from adapterzoo.formats.checkpoint import (
     shared_tensors,
 )
 from adapterzoo.heads import head_types
+from adapterzoo.methods._copies import TIED, TIED_COPY
 from adapterzoo.patterns import around, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, PEFT_VERSION
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
+from . import tying
 from .reading import (
     DELTA,
     FIELD_AT,
@@ -118,13 +120,31 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        wrapped = named_in_peft(sites[name]).removeprefix(sites[name].path)
+        wrapped = named_in_peft(sites[name]).removeprefix(sites[name].path.removeprefix(HEAD))
         owner = owners[name] + (wrapped or f".{WRAPPED}" * depths.get(name, 0))
         for parameter, tensor in layer.tensors.items():
             shape = spelling.convolution_shapes.get(parameter)
             if shape is not None and sites[name].kernel:
                 tensor = shape.write(tensor, sites[name])
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
+        is_tied = layer.parts[0].placement.location == TIED
+        for path in info.anatomy.tied if is_tied else ():
+            start = f"{spelling.prefix}{_path_in_task(path, modules, info, task)}."
+            twin = tying.twin_of(layer.tensors, spelling)
+            tensors |= {start + end: tensor for end, tensor in twin.items()}
+    locations = {p.placement.location for p in places_of(config, info.anatomy)}
+    if not locations.isdisjoint((TIED, TIED_COPY)):
+        if info.named_heads:
+            raise inexpressible(
+                "PEFT ties an adapter of the table to the one output layer of a task class, and "
+                "this model has heads with names"
+            )
+        fields[tying.FIELD] = True
+        # PEFT finds the table from these, whatever it is called
+        fields["target_modules"] += [
+            _path_in_task(path, modules, info, task)
+            for path in (info.anatomy.tied if TIED in locations else ())
+        ]
     found, also = _write_extras(more, spelling, paths, modules, task, info)
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
@@ -234,7 +254,8 @@ def _target_fields(
     # only whole paths match nothing else
     whole = tuple(sorted({*paths.values()}))
     targets = short_names(whole, modules)
-    if targets is None or any(name in _IN_HEADS.split() for name in targets):
+    others = {*_IN_HEADS.split()} - {*whole}
+    if targets is None or not others.isdisjoint(targets):
         targets = whole
     chosen = {
         field: {paths[name] for name in paths if among(layers[name].tensors)}
@@ -283,7 +304,7 @@ def _path_in_task(
     path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
     """Return the path in the task class of a layer that is at a path in the base model."""
-    found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
+    found = next((p for p in (info.whole(path), path) if p in modules), None)
     if found is None:
         raise inexpressible(
             f"a {task.model_class}, into which PEFT would load the adapter, has no layer {path!r}",
@@ -398,6 +419,10 @@ def _write_extras(
             saved.append(path)
             start = f"{path}."
             tensors |= {start + n.removeprefix("layer."): t for n, t in values.items()}
+            is_tied = place.placement.location == TIED_COPY
+            for layer in info.anatomy.tied if is_tied else ():
+                name = f"{_path_in_task(layer, modules, info, task)}.weight"
+                tensors[name] = values["layer.weight"].clone()
         elif kind == "bias":
             inside = ".base_layer" if place.path in adapted else ""
             tensors[f"{path}{inside}.bias"] = values["own"]

@@ -27,8 +27,10 @@ from adapterzoo.methods._peft import (
     TARGETS,
     TOKENS,
     bias,
+    ignored,
     only_native,
     ours,
+    refuse_ignored,
     rows_of,
     whole_width,
 )
@@ -105,7 +107,9 @@ _ARGUMENTS = PeftArguments(
             ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config"),
             PeftArgument(),
         ),
-        "ensure_weight_tying": PeftArgument(False),
+        "ensure_weight_tying": PeftArgument(
+            False, hint="DoRA's magnitudes are those of one layer. Leave it out."
+        ),
         **{
             name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
             for name, reason in _REFUSED.items()
@@ -199,9 +203,14 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     )
 
 
+# of a convolution, PEFT's LoRA and DoRA do not read these
+_IGNORED = ("dilation", "padding_mode")
+
+
 def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return the fields of our config at a layer."""
     init, site = fields["init_weights"], layer.site
+    refuse_ignored(site, *_IGNORED)
     # embeddings and layers that are only read have no dropout
     drops = site.is_called and site.kind != "embedding"
     return {
@@ -221,7 +230,7 @@ def _unsayable(placement: Placement) -> str | None:
         return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
     if config.to_dict().get("use_gating"):
         return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"
-    return None
+    return ignored(site, *_IGNORED)
 
 
 def _write_layer(layer: PeftOutput) -> Fields:
@@ -547,12 +556,14 @@ def _peft_lora(config: type[AdapterConfig]) -> PeftSpelling:
                 **_ARGUMENTS.fields,
                 **_FROM_DATA,
                 "lora_bias": ours(False, "lora_bias", FLAG),
+                "ensure_weight_tying": ours(False, "ensure_weight_tying", FLAG),
                 _INVOCATION: ours(None, _INVOCATION, Invocation()),
             },
             unsayable=_unused_options,
         ),
         tensors={**_TENSORS, "lora_B_bias": ("lora_B.bias",), **_UNREAD},
         embedding_tensors={"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)},
+        transposes={"lora_A": "lora_B", "lora_B": "lora_A"},
         convolution_shapes={"lora_A": KERNEL, "lora_B": POINT, "m": CHANNEL},
         patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
         beside=COPIES,

@@ -34,6 +34,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.anatomy.tree import below
 from adapterzoo.averaging import Combination
 from adapterzoo.config import (
+    FLAG,
     AdapterConfig,
     Check,
     Choice,
@@ -111,6 +112,8 @@ class LoRAConfig(LowRankConfig):
         use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
         convention: the gate averages the prompt's real tokens ("paper") or all ("adapterhub").
         lora_bias: give B a bias.
+        ensure_weight_tying: where the table of tokens, or an output layer that is tied to it, is
+            adapted or copied, all layers with this weight are, by one adapter.
     """
 
     training_fields: ClassVar[frozenset[str]] = LowRankConfig.training_fields | {"init_options"}
@@ -123,6 +126,7 @@ class LoRAConfig(LowRankConfig):
     use_gating: bool = False
     convention: str = field("paper", Choice("paper", "adapterhub"), needs="use_gating=True")
     lora_bias: bool = False
+    ensure_weight_tying: bool = field(False, FLAG, ours=True)
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -160,6 +164,11 @@ class LoRAConfig(LowRankConfig):
         if self.alora_invocation_tokens:
             _check_invocation(self, [placement.site for placement in placements], anatomy)
         return placements
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The same, and whether the tied layers have one adapter."""
+        return super().slot_fields | {"ensure_weight_tying"}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -349,10 +358,16 @@ class LoRA(LowRank):
         self._is_plain = not self.at_embedding and all(option is None for option in options)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
+        """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`.
+
+        In an output layer that is tied to a table, return the logits for `x` `[*batch, d_out]`.
+        """
         y, a, b = base(x), self.lora_A, self.lora_B
         if self._is_plain:
             return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
+        if self.at_embedding and x.is_floating_point():
+            # an output layer that is tied to the table
+            return low_rank(y, x, b.mT, a.mT, self.scaling, self.dropout, self.training)
         update = linear(self.down(x, a, base), b, self.lora_B_bias)  # [*batch, d_out]
         if self.start is not None:
             update = update - self.start(x)

@@ -29,7 +29,7 @@ from adapterzoo.config import (
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
-from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
+from adapterzoo.methods._peft import EXCLUDED, TARGETS, ignored, ours, refuse_ignored, unsayable
 from adapterzoo.methods._targets import (
     RANK,
     SIZES,
@@ -40,7 +40,7 @@ from adapterzoo.methods._targets import (
 )
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
-from adapterzoo.spelling import ConvolutionShape, Fields, PeftOutput, PeftSpelling
+from adapterzoo.spelling import ConvolutionShape, Fields, PeftLayer, PeftOutput, PeftSpelling
 
 
 @config_class
@@ -235,6 +235,7 @@ def peft_spelling(
         arguments=PeftArguments(class_name=class_name, fields=arguments),
         tensors={name: (name,) for name in names},
         patterns={"rank_pattern": "r", "alpha_pattern": "alpha"},
+        read_fields=_read_fields,
         **{"unsayable": not_in_peft, **more},
         write_layers=lambda layers, said: [
             _written(layer, fields) for layer, fields in zip(layers, said, strict=True)
@@ -247,7 +248,14 @@ def not_in_peft(placement: Placement) -> str | None:
     kind = type(placement.config).__name__
     if len(placement.site.kernel) > 2:
         return f"a {kind} at {placement.site.path!r}, a 3-D convolution, where PEFT has none"
+    if (why := ignored(placement.site, "padding_mode")) is not None:
+        return why
     return unsayable(placement, f"a {kind}", "PEFT's method does not work")
+
+
+def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    refuse_ignored(layer.site, "padding_mode")
+    return fields
 
 
 def _written(layer: PeftOutput, said: Fields) -> Fields:

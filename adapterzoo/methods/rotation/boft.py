@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import MAX_WIDTH, SEED, Range, Share, field, method_config
+from adapterzoo.config import MAX_WIDTH, SEED, Placement, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated, without
@@ -28,7 +28,17 @@ from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    bias,
+    ignored,
+    not_plain_2d,
+    ours,
+    refuse_ignored,
+    unsayable,
+)
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
@@ -183,8 +193,13 @@ _ARGUMENTS = PeftArguments(
 )
 
 
+# of a convolution, PEFT's BOFT reads the first numbers of these, or nothing
+_IGNORED = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+
+
 def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return the fields of our config at a layer; the tensor gives the number of factors."""
+    refuse_ignored(layer.site, *_IGNORED)
     R = layer.tensors["boft_R"]
     # the comparison with the model finds other shapes
     m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
@@ -195,6 +210,13 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
             stacklevel=2,
         )
     return {**fields, "boft_n_butterfly_factor": m}
+
+
+def _unsayable(placement: Placement) -> str | None:
+    """Return why PEFT's format cannot express an adapter; None: it can."""
+    site = placement.site
+    why = not_plain_2d(site, "a BOFTConfig") or ignored(site, *_IGNORED)
+    return why or unsayable(placement, "a BOFTConfig", "PEFT has no BOFT")
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
@@ -215,7 +237,7 @@ spelled(
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
         convolution_shapes={"boft_s": ConvolutionShape(lambda t, _: t.mT, lambda t, _: t.mT)},
         read_fields=_read_fields,
-        unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
+        unsayable=_unsayable,
         write_layers=_write_layers,
     )
 )(BOFTConfig)

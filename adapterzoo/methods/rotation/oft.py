@@ -45,7 +45,16 @@ from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotate
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    bias,
+    ignored,
+    not_plain_2d,
+    ours,
+    unsayable,
+)
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
@@ -355,7 +364,8 @@ def _unsayable(placement: Placement) -> str | None:
     site = placement.site
     if math.prod(site.kernel) > 1 and placement.config["convention"] != "peft":
         return f"OFTConfig(convention='paper') at {site.path!r}, where PEFT adds up patches"
-    return unsayable(placement, "an OFTConfig", "PEFT has no OFT")
+    why = not_plain_2d(site, "an OFTConfig") or ignored(site, "kernel_size", "dilation")
+    return why or unsayable(placement, "an OFTConfig", "PEFT has no OFT")
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:

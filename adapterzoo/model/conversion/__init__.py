@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from adapterzoo import inject
-from adapterzoo.anatomy import OutputSlice, Site
+from adapterzoo.anatomy import OutputSlice, Site, in_whole
 from adapterzoo.averaging import Truncated, truncated
 from adapterzoo.composition import parse
 from adapterzoo.config import MAX_WIDTH, AdapterConfig, Density, Maybe, Range, change_forms
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
-from adapterzoo.inject.building import at_hand, inject_path, layer_at
+from adapterzoo.inject.building import at_hand, inject_path
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, stores_transposed, take_slice
 from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
@@ -36,8 +36,10 @@ from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
+    base_prefix,
     config_of,
     dtype_of,
+    layer_in,
     modules_of,
     token_table,
 )
@@ -195,31 +197,32 @@ def add_changes(
         ConfigError: a value is not legal.
         StateError: a change is not that of the weight of a layer that can have adapters.
     """
-    form, backbone = change_forms.find(to), model._backbone
+    form = change_forms.find(to)
     size.check()
     check_name(name)
     refuse_taken(model, name, overwrite_ok=False)
-    prefix = next(n for n, module in cast("Any", model).named_modules() if module is backbone)
-    start = f"{prefix}." if prefix else ""
-    sites = {site.path for site in model.anatomy if site.parameter is None}
+    layers = [site for site in model.anatomy if site.parameter is None]
+    start = base_prefix(model)
+    paths = {in_whole(s.path, start): s.path for s in (*layers, *model.anatomy.named)}
     changes = []
     for key, value in foreign.changes.items():
-        path, _, parameter = key.removeprefix(start).rpartition(".")
-        if not key.startswith(start) or parameter != "weight" or path not in sites:
+        whole, _, parameter = key.rpartition(".")
+        path = paths.get(whole)
+        if parameter != "weight" or path is None:
             raise StateError(
                 f"the adapter changes {key!r}, which is not the weight of a layer that can be "
                 f"adapted. Write peft_model.merge_and_unload() instead."
             )
-        transposed = stores_transposed(layer_at(backbone, path))
+        transposed = stores_transposed(layer_in(model, path))
         changes.append(Change(path, None, value.mT if transposed else value))
-    made, layers = _made(
+    made, reports = _made(
         model, form.at_layers([change.path for change in changes]), lambda: changes, size
     )
     plain = outputs(model, None, None, foreign.inputs)
     bring_in(model, name, made, active=False)
     after = outputs(model, name, None, foreign.inputs)
     return Certificate(
-        name, foreign.method, to, tuple(layers), "given" if foreign.are_given else "random",
+        name, foreign.method, to, tuple(reports), "given" if foreign.are_given else "random",
         difference(foreign.outputs, after), difference(foreign.outputs, plain),
     )  # fmt: skip
 
@@ -254,7 +257,7 @@ def _changes(model: AdaptedModel, modules: Iterable[tuple[str, Adapter]]) -> Ite
         # shared modules do not change a weight themselves
         if not path:
             continue
-        layer = layer_at(model._backbone, path)
+        layer = layer_in(model, path)
         originals = model._adapter_state.originals.get(path, {})
         with at_hand(layer):
             try:

@@ -30,31 +30,33 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site, unwrapped, without_wrappers
+from adapterzoo.anatomy import HEAD, Site, shown, without_wrappers
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Fuse, Stack, fusion_key
 from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copies
 from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import SiteError, StateError, listing
+from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of, write_finite
-from adapterzoo.methods._copies import ROWS, Table
+from adapterzoo.methods._copies import ROWS, WITH_OUTPUTS, Table, tied_layers
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
     base_prefix,
     heads_of,
+    layer_in,
     modules_of,
     output_embeddings_of,
+    output_path,
+    outside,
     prefixes_of,
     token_table,
 )
 from adapterzoo.patterns import exactly, matches, short_names
-from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
@@ -136,23 +138,6 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
     return {path: _copied(layer) for path, layer in found.items()}
 
 
-def output_path(model: AdaptedModel) -> str | None:
-    """Return the path of a language model's output layer, if it is a layer of a static head."""
-    if model._has_named_heads or model._backbone is cast("nn.Module", model):
-        return None
-    if (output := output_embeddings_of(model)) is None:
-        return None
-    return next((path for path, module in outside(model) if module is unwrapped(output)), None)
-
-
-def outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside the base model with their paths, without adapters."""
-    inside = {id(module) for _, module in plain_modules(model._backbone)}
-    for path, module in plain_modules(cast("nn.Module", model)):
-        if id(module) not in inside:
-            yield path, module
-
-
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, Adapted):
@@ -210,20 +195,23 @@ def layers_with(model: AdaptedModel, *owners: str | None) -> dict[str, nn.Module
     return {path: adapters_of(_layer(model, path))[owner] for path in paths.get(owner, ())}
 
 
-def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the active heads; an adapter without a copy gets one here.
+def trained(
+    model: AdaptedModel, setup: Composition | None, gives_heads: bool = True
+) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the active heads.
 
     If no single adapter acts last, as in an `Average`, the original is used.
 
     Args:
         model: with adapters.
         setup: that is active.
+        gives_heads: whether an adapter without a copy gets one here.
     """
     for owner in owners_of(setup):
         if owner is None:
-            layers = layers_of(model)
+            layers = layers_of(model) if gives_heads else {}
         else:
-            if owner not in model._adapter_state.copies:
+            if gives_heads and owner not in model._adapter_state.copies:
                 put(model, owner, made(model))
             layers = layers_with(model, owner)
         for layer in layers.values():
@@ -389,9 +377,11 @@ def combined(
 
 
 def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
-    """Return the paths of the embeddings of which an adapter has rows of its own."""
+    """Return the paths of the embeddings whose adapter acts in tied output layers too."""
     record = model._adapter_state.records.get(name)
-    return () if record is None else record.located.get(ROWS, ())
+    if record is None or record.located.keys().isdisjoint(WITH_OUTPUTS):
+        return ()
+    return tuple(path for at in WITH_OUTPUTS for path in record.located.get(at, ()))
 
 
 def update_rows(model: AdaptedModel) -> bool:
@@ -429,7 +419,7 @@ def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
     """Return whether the rows of an adapter act in every module that shares the table at a path."""
     if path not in rows_of(model, name):
         return False
-    weight = layer_at(model._backbone, path)._parameters["weight"]
+    weight = layer_in(model, path)._parameters["weight"]
     every = plain_modules(cast("nn.Module", model))
     held = [at for at, module in every if module._parameters.get("weight") is weight]
     return all(name in _adapters_at(model, at) for at in held)
@@ -448,7 +438,8 @@ def row_steps(
     found: dict[str, SiteStep] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
         held = _adapters_at(model, path).items()
-        present = {name: module for name, module in held if name in acting}
+        own = {name for at, name in model._adapter_state.outputs if at == path}
+        present = {name: module for name, module in held if name in own and name in acting}
         step = compile_site(parts, present)
         if step is not None:
             found[HEAD + path] = step.by_name()
@@ -480,7 +471,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
     """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
-        found = adapters_of(layer_at(model._backbone, path))
+        found = adapters_of(layer_in(model, path))
         return cast("nn.Parameter", cast("Table", found[name]).table.weight)
     return None
 
@@ -498,20 +489,20 @@ def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
                 found.setdefault(id(parameter), f"{start}{path}.{name}" if path else start + name)
     for name in model._adapter_state.records:
         for path in tables_of(model, name)[:1]:
-            key = f"{start}{prefixes_of(model, name)[path]}table.weight"
+            key = f"{prefixes_of(model, name)[path]}table.weight"
             found.setdefault(id(table_of(model, name)), key)
     return found
 
 
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Map state-dict keys of shared parameters to the keys of those that they share."""
-    start, state = base_prefix(model), model._adapter_state
+    state = model._adapter_state
     own = [name for name in state.records if tables_of(model, name) or rows_of(model, name)]
     keyed: list[tuple[str, nn.Parameter]] = []
     for name in dict.fromkeys([*chain(*state.sharing.values()), *own]):
         prefixes = prefixes_of(model, name)
         for path, module in modules_of(model, name):
-            keyed += module.named_parameters(f"{start}{prefixes[path]}".removesuffix("."))
+            keyed += module.named_parameters(prefixes[path].removesuffix("."))
     for name, head in heads_of(model).items():
         for path, layer in plain_modules(head, f"heads.{name}"):
             keyed += ((f"{path}.{n}", p) for n, p in layer._parameters.items() if p is not None)
@@ -545,7 +536,9 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
     if tied:
         # transformers reads these as patterns
         patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
-        own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
+        known = type(own)._tied_weights_keys
+        # classes for transformers 4 have a list, without the keys of what is shared
+        own._tied_weights_keys = {**(known if isinstance(known, Mapping) else {}), **patterns}
     if listed is not None:
         for key in before:
             listed.pop(key, None)
@@ -569,9 +562,10 @@ def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
 
 def at_table(model: AdaptedModel, places: Mapping[str, Sequence[Placement]]) -> list[str]:
     """Return the paths at which an adapter has the size of the active table of tokens."""
-    paths = [path for path, ps in places.items() if any(p.site.kind == "embedding" for p in ps)]
+    kinds = {path: {p.site.kind for p in placements} for path, placements in places.items()}
+    paths = [p for p, kind in kinds.items() if "embedding" in kind or p.startswith(HEAD)]
     table = token_table(model) if paths else None
-    layers = ((path, layer_at(model._backbone, path)) for path in paths)
+    layers = ((path, layer_in(model, path)) for path in paths)
     return [path for path, m in layers if table and m._parameters.get("weight") is table.weight]
 
 
@@ -585,10 +579,36 @@ def refuse_own_size(
     """
     active = model._adapter_state.embeddings
     if active != DEFAULT_EMBEDDINGS and (found := at_table(model, places)):
+        names = [*map(shown, found)]
         raise StateError(
-            f"{name} adapts {listing(found)}, and the embeddings {active!r} may have another size. "
+            f"{name} adapts {listing(names)}, and the embeddings {active!r} may have another size. "
             f"Write set_active_embeddings({DEFAULT_EMBEDDINGS!r}) first."
         )
+
+
+def refuse_both(
+    model: AdaptedModel, places: Mapping[str, Sequence[Placement]], head: Iterable[str] = ()
+) -> None:
+    """Refuse an adapter that changes an output layer of which it has a copy, or rows.
+
+    Args:
+        model: with adapters.
+        places: of the adapter.
+        head: paths of the layers of the head of which it has a copy.
+
+    Raises:
+        ConfigError: it does.
+    """
+    outputs = [path for path in places if path.startswith(HEAD)]
+    rows = [path for path, ps in places.items() if any(p.location == ROWS for p in ps)]
+    tables = [layer_in(model, path)._parameters["weight"] for path in rows]
+    for path in outputs:
+        weight = layer_in(model, path)._parameters.get("weight")
+        if path.removeprefix(HEAD) in head or any(weight is table for table in tables):
+            raise ConfigError(
+                f"the adapter has {path.removeprefix(HEAD)!r}, or rows of it, for itself, and "
+                f"changes it too. Leave it out of target_modules."
+            )
 
 
 # --- names of layers of the head in the config of a new adapter ---
@@ -598,14 +618,14 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
     """Return a config without names of the head, and whether the adapter has its output layer.
 
     The head is trained whole, with a copy for each adapter, except for the layer onto the
-    vocabulary.
+    vocabulary, which may have adapters.
 
     Args:
         model: with adapters.
         config: of a new adapter.
 
     Raises:
-        SiteError: the config names layers of the head that PEFT would adapt.
+        SiteError: the config names other layers of the head, which PEFT would adapt.
     """
     fields = ("modules_to_save", "target_modules", "exclude_modules")
     named = (*fields, "target_parameters")
@@ -616,35 +636,44 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
     base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
     output, has_output, members = output_path(model), False, list[AdapterConfig]()
     for member in config.members:
+        is_tied = f"{HEAD}{output}" in tied_layers(member, model.anatomy)
+        copied = output is not None and any(matches(output, p) for p in _parts(member, fields[0]))
+        is_saved = copied and not is_tied
+        has_output |= is_saved
+        adapted = [] if model.anatomy.output is None or is_saved else [str(output)]
+        apart = {path: module for path, module in head.items() if path not in adapted}
         changes: dict[str, Any] = {}
         for field in fields:
-            wanted = member.get(field) or ()
-            # a string is one pattern, a tuple holds names
-            parts = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
-            mine = [part for part in parts if any(matches(path, part) for path in head)]
-            kept = [p for p in parts if p not in mine or any(matches(path, p) for path in base)]
-            if field == fields[0] and output is not None:
-                has_output |= any(matches(output, part) for part in mine)
+            parts = _parts(member, field)
+            mine = [part for part in parts if any(matches(path, part) for path in apart)]
+            there = [*base, *adapted]
+            kept = [p for p in parts if p not in mine or any(matches(path, p) for path in there)]
             # without any targets there would be the default ones
             if len(kept) < len(parts) and (kept or field != "target_modules"):
                 changes[field] = tuple(name for part in kept for name in part) or None
         own = member.replace(**changes) if changes else member
-        members.append(_of_base(model, member, own, head))
+        members.append(_of_base(model, member, own, apart))
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, has_output
     return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
 
 
+def _parts(config: AdapterConfig, field: str) -> list[str | tuple[str]]:
+    """Return the names of layers in a field one by one; a string is one pattern."""
+    wanted = config.get(field) or ()
+    return [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
+
+
 def _of_base(
     model: AdaptedModel, config: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
 ) -> AdapterConfig:
-    """Return a config whose `target_modules` are layers of the base model alone, in PEFT too.
+    """Return a config whose `target_modules` are no layers of the head, in PEFT too.
 
     Args:
         model: with adapters.
         config: of the user.
         own: the same without names that only the head has.
-        head: the modules of the head by path.
+        head: the modules of the head that have no adapters, by path.
 
     Raises:
         SiteError: PEFT would adapt layers or parameters of the head.

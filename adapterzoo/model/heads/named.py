@@ -21,10 +21,17 @@ from adapterzoo.errors import CheckpointError, StateError, argument, listing, un
 from adapterzoo.formats import fit
 from adapterzoo.formats.fit import digest
 from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, StaticConfig
+from adapterzoo.inject.building import plain_state
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import AdaptedModel, config_of, heads_of, output_embeddings_of
+from adapterzoo.model.state import (
+    AdaptedModel,
+    config_of,
+    heads_of,
+    output_embeddings_of,
+    output_path,
+)
 
 from . import copies
 
@@ -238,7 +245,7 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
         but: a tensor of an adapter that counts as the head's own.
     """
     backbone = copies.shared_with_heads(model).keys() - {id(but)}
-    tensors = head.state_dict(keep_vars=True)
+    tensors = plain_state(head)
     # a parameter with two names is there once
     first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
     return {key: t for key, t in tensors.items() if first.get(id(t)) == key}
@@ -321,7 +328,7 @@ def record_of(
         "label2id": getattr(config, "label2id", None),
         MODEL_CONFIG: config_fields(config),
     }
-    if copies.output_path(model) in copies.layers_with(model, name):
+    if output_path(model) in copies.layers_with(model, name):
         document[OWN_OUTPUT] = True
     if large and not alone:
         (key,) = large

@@ -36,7 +36,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.formats.fit import digest
 from adapterzoo.inject.adapted import AdapterDict
-from adapterzoo.inject.building import blank_copy, device_of, layer_at
+from adapterzoo.inject.building import blank_copy, device_of
 from adapterzoo.inject.layers import packing_of
 from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import (
@@ -54,6 +54,7 @@ from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
+    layer_in,
     modules_of,
     output_embeddings_of,
     shareable_of,
@@ -370,7 +371,7 @@ def _base_table(model: AdaptedModel) -> Tensor:
     if (inactive := inactive_of(model).get(DEFAULT)) is not None:
         return inactive.weight
     path = _embedding_paths(model)[0]
-    weight = cast("Tensor", layer_at(model._backbone, path)._parameters["weight"])
+    weight = cast("Tensor", layer_in(model, path)._parameters["weight"])
     return model._adapter_state.originals.get(path, {}).get("weight", weight)
 
 
@@ -405,7 +406,7 @@ def check_table(model: AdaptedModel, name: str) -> None:
             f"Leave train_embeddings out, or train them with an adapter in a Stack with {name!r}."
         )
     # the copy of an embedding that cannot have one is refused
-    blank_copy(layer_at(model._backbone, paths[0]), paths[0], torch.device("meta"))
+    blank_copy(layer_in(model, paths[0]), paths[0], torch.device("meta"))
 
 
 def with_table(
@@ -424,7 +425,7 @@ def with_table(
     """
     if not paths:
         return record
-    layer = cast("nn.Embedding", layer_at(model._backbone, paths[0]))
+    layer = cast("nn.Embedding", layer_in(model, paths[0]))
     rows, width = layer.num_embeddings, layer.embedding_dim
     table = Table(blank_copy(layer, paths[0], device or device_of(layer)))
     sites = [Site(path, "embedding", -1, "", "embedding", rows, width) for path in paths]

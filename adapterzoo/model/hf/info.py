@@ -15,7 +15,7 @@ from transformers import conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from adapterzoo.anatomy import Anatomy
+from adapterzoo.anatomy import HEAD, Anatomy, in_whole
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.fit import same_values
@@ -89,6 +89,10 @@ class ModelInfo:
         self.split_experts = frozenset(name for names in layers for name in names)
         self.renamed = renamer(model)
 
+    def whole(self, path: str) -> str:
+        """Return the path in the whole model of a path below the base model."""
+        return in_whole(path, f"{self.prefix}." if self.prefix else "")
+
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """The fields of its config and of that of its text model."""
@@ -116,10 +120,11 @@ class ModelInfo:
             key: as in the state dict of the whole model.
         """
         path, _, name = key.rpartition(".")
-        layer = path.removeprefix(base_prefix(self._model))
-        merged = self._model._adapter_state.originals.get(layer, {})
-        if name in merged:
-            return cast("Tensor", merged[name])
+        merged = self._model._adapter_state.originals
+        start = base_prefix(self._model)
+        layer = path.removeprefix(start) if path.startswith(start) else f"{HEAD}{path}"
+        if name in merged.get(layer, {}):
+            return cast("Tensor", merged[layer][name])
         try:
             module = layer_at(self._model, path)
         except KeyError:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import utils
 from transformers.utils.hub import cached_file
 
+from adapterzoo.anatomy import in_whole
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import is_quantized, was_transposed
 from adapterzoo.model.activation import AdapterSetup
-from adapterzoo.model.state import AdaptedModel, base_prefix, config_of
+from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, layer_in
 
 from .info import renamer
 
@@ -104,7 +104,7 @@ def _pass(
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     kept = _kept(given, plan.skips_unlabeled, config_of(model).is_encoder_decoder)
-    sites = {site.path: site for site in model.anatomy}
+    sites = {site.path: site for site in (*model.anatomy, *model.anatomy.named)}
 
     def add(own: InputStatistics, read: Tensor | None, _layer: Any, args: tuple[Any, ...]) -> None:
         x: Tensor = args[0]
@@ -117,7 +117,7 @@ def _pass(
             site = sites[path]
             from_encoder = site.cross and site.role in ("key", "value")
             mask = kept["decoder" in site.path.split(".") and not from_encoder]
-            layer = layer_at(model._backbone, path)
+            layer = layer_in(model, path)
             hook = layer.register_forward_pre_hook(functools.partial(add, own, mask))
             stack.callback(hook.remove)
         cast("Any", model)(**given)
@@ -157,7 +157,7 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
     Raises:
         ConfigError: no layer is quantized, or the source lacks a weight.
     """
-    layers = {path: layer_at(model._backbone, path) for path in plan.shapes}
+    layers = {path: layer_in(model, path) for path in plan.shapes}
     wanted = {path: layer for path, layer in layers.items() if is_quantized(layer)}
     if not wanted:
         raise ConfigError(
@@ -167,11 +167,14 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
     found, name = _tensors_in(model, source)
     renamed = renamer(model)
     start = base_prefix(model)
-    readers = {}
+    read_at = {}
     for key, read in found:
         path, _, parameter = key.rpartition(".")
         if parameter == "weight":
-            readers[renamed(path).removeprefix(start)] = read
+            read_at[renamed(path)] = read
+    # the source may be the base model alone
+    keys = {path: (in_whole(path, start), path) for path in wanted}
+    readers = {p: read_at[key] for p, names in keys.items() for key in names if key in read_at}
     if missing := [path for path in wanted if path not in readers]:
         raise ConfigError(
             f"{name} has no weight of {listing(missing)}. Write init_data=plain.state_dict()."

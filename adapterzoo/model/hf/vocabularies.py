@@ -38,7 +38,7 @@ from adapterzoo.model.heads.tables import (
     update_outputs,
 )
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, layer_in
 
 _LOG = logging.getLogger(__name__)
 # adapters at the table of tokens that do not have its size, or can be resized with it
@@ -150,6 +150,8 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     weight = None if table is None else table._parameters.get("weight")
     plain = dict(plain_modules(backbone))
     output = {path: m for path, m in plain.items() if m is output_layer}
+    if anatomy.output is not None:
+        output[anatomy.output.path] = cast("Any", output_layer)
     # all modules that have the table of tokens
     embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
     tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
@@ -168,15 +170,15 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         resized = change()
     finally:
         for path, module in tables.items():
-            now = cast("Any", layer_at(backbone, path))
+            now = cast("Any", layer_in(model, path))
             if now is not module:
                 module.weight, module.num_embeddings = now.weight, now.num_embeddings
                 owner, _, name = path.rpartition(".")
                 backbone.get_submodule(owner)._modules[name] = module
         for path, name, adapter in taken:
-            inject.put(layer_at(backbone, path), name, adapter, model._active, path)
+            inject.put(layer_in(model, path), name, adapter, model._active, path)
         for path in layers:
-            layer = layer_at(backbone, path)
+            layer = layer_in(model, path)
             for adapter in adapters_of(layer).values() if isinstance(layer, Adapted) else ():
                 if isinstance(adapter, CopyAdapter):
                     adapter.layer = copies.fitted(layer, adapter.layer)
@@ -184,8 +186,9 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
             own = {path: copies.fitted(layer_at(whole, path), copy) for path, copy in old.items()}
             copies.put(model, owner, own)
         # discovery reads the model without adapters: only these sizes have changed
-        outside = tuple(_measured(backbone, site) for site in anatomy.outside)
-        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
+        sites = tuple(_measured(model, site) for site in anatomy.outside)
+        head = anatomy.output and _measured(model, anatomy.output)
+        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=sites, output=head)
         replan(model)
     update_outputs(model)
     return resized
@@ -197,11 +200,12 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
         raise StateError(
             f"{listing(state.merged)} is merged into the vocabulary. Write reset_adapter() first."
         )
+    # a head that an adapter has for itself is resized with it
     there = [
-        (name, adapter)
-        for layer in layers.values()
-        if isinstance(layer, Adapted)
-        for name, adapter in adapters_of(layer).items()
+        (name, adapters_of(layer)[name])
+        for path, layer in layers.items()
+        for name, record in state.records.items()
+        if path in record.places
     ]
     if large := [n for n, a in there if not isinstance(a, _RESIZED) or isinstance(a, Table)]:
         raise StateError(
@@ -217,9 +221,9 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
             )
 
 
-def _measured(backbone: nn.Module, site: Site) -> Site:
+def _measured(model: AdaptedModel, site: Site) -> Site:
     """Return a site outside of blocks with the sizes that its layer has now."""
-    layer = cast("Any", layer_at(backbone, site.path))
+    layer = cast("Any", layer_in(model, site.path))
     if isinstance(layer, nn.Embedding):
         return dataclasses.replace(site, d_in=layer.num_embeddings)
     if isinstance(layer, nn.Linear):

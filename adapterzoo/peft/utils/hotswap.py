@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.compat.peft.saving import write_folder
-from adapterzoo.errors import ConfigError, names_call
+from adapterzoo.errors import ConfigError, StateError, names_call
+from adapterzoo.model.mixin import AdapterModelMixin
 
 __all__ = [
     "check_hotswap_configs_compatible",
@@ -20,6 +21,18 @@ __all__ = [
     "hotswap_adapter_from_state_dict",
     "prepare_model_for_compiled_hotswap",
 ]
+
+
+def _adapted(model: nn.Module) -> Any:
+    """Return the model with adapters inside wrappers of torch.
+
+    Raises:
+        StateError: it cannot have any.
+    """
+    own = unwrapped(model)
+    if not isinstance(own, AdapterModelMixin):
+        raise StateError("it has no adapters. Write get_peft_model(model, LoraConfig(…)) first.")
+    return own
 
 
 @names_call
@@ -36,9 +49,11 @@ def hotswap_adapter(
 
     Raises:
         ConfigError: method, layers or options differ; nothing has changed.
+        StateError: the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
-    model.load_adapter(model_name_or_path, adapter_name=adapter_name, hotswap=True, **kwargs)
+    own = _adapted(model)
+    own.load_adapter(model_name_or_path, adapter_name=adapter_name, hotswap=True, **kwargs)
 
 
 @names_call
@@ -77,14 +92,16 @@ def hotswap_adapter_from_state_dict(
     Raises:
         CheckpointError: they are not those of an adapter with this config.
         ConfigError: method, layers or options differ; nothing has changed.
+        StateError: the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
+    own = _adapted(model)
     ends = f".{adapter_name}"
     parts = {key: key.rpartition(".") for key in state_dict}
     keys = {key: above.removesuffix(ends) + dot + last for key, (above, dot, last) in parts.items()}
     with tempfile.TemporaryDirectory() as made:
         write_folder(Path(made), config, {keys[key]: t for key, t in state_dict.items()})
-        model.load_adapter(made, adapter_name=adapter_name, hotswap=True)
+        own.load_adapter(made, adapter_name=adapter_name, hotswap=True)
 
 
 @names_call
@@ -107,10 +124,11 @@ def prepare_model_for_compiled_hotswap(
 
     Raises:
         ConfigError: the rank of an adapter is larger.
-        StateError: an adapter is in use, or the model is compiled.
+        StateError: an adapter is in use, or the model is compiled or has no adapters.
     """
+    own = _adapted(model)
     if target_rank is None:
-        ranks = [c.to_dict().get("r", 1) for c in model.adapters_config.values()]
+        ranks = [c.to_dict().get("r", 1) for c in own.adapters_config.values()]
         target_rank = max(ranks, default=1)
-    is_compiled = unwrapped(model) is not model or model._compiled_call_impl is not None
-    model.enable_peft_hotswap(target_rank, check_compiled if is_compiled else "ignore")
+    is_compiled = own is not model or own._compiled_call_impl is not None
+    own.enable_peft_hotswap(target_rank, check_compiled if is_compiled else "ignore")
