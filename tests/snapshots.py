@@ -126,7 +126,7 @@ def refused(model: Any, error: type[Exception], *says: str) -> Iterator[None]:
 
 _CONTAINERS = (
     "adapters|loras|prefix_tunings|prefix_gates|prompt_tunings|refts|invertible_adapters|"
-    "shared_parameters|adapter_fusion_layer|modules_to_save"
+    "shared_parameters|adapter_fusion_layer|modules_to_save|trainable_tokens_delta"
 )
 
 

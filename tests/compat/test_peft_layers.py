@@ -160,7 +160,9 @@ def ours(model: Any) -> Layers:
     record = model._adapter_state.records["default"]
     for placement in (p for places in record.places.values() for p in places):
         config, site = placement.config, placement.site
-        path = f"{start}{site.name}".removesuffix(".weight")
+        # that of the output layer begins otherwise
+        path = site.name.removeprefix("..") if site.name[0] == "." else f"{start}{site.name}"
+        path = path.removesuffix(".weight")
         if config.architecture == "lora":
             found["lora", path] = config.rank_at(site.name), config.scaling_at(site.name)
         else:
@@ -335,7 +337,8 @@ def test_layers_of_a_head_are_refused_where_peft_adapts_them(name, monkeypatch):
             if ours(again) != got:
                 wrong.append((way.__name__, fields, "again"))
     assert not wrong, "\n".join(map(str, wrong))
-    assert refused > 4
+    # the layer onto the vocabulary has adapters
+    assert refused > 4 or HEADED[name][2] == "lm_head"
     assert same > 12
 
 

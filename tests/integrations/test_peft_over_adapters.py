@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import peft
 import pytest
 import torch
@@ -54,6 +56,15 @@ def test_the_active_adapter_acts_below_peft(config, tmp_path):
     other.load_adapter(tmp_path, set_active=True)
     assert torch.equal(logits(other), expected)
     wrapped.unload()
+    assert torch.equal(logits(model), expected)
+
+
+def test_peft_takes_no_layer_with_adapters_for_its_own():
+    """Whether `adapterzoo.peft` has been imported or not."""
+    importlib.import_module("adapterzoo.peft")
+    model = with_adapter(CONFIGS[0])
+    expected = logits(model)
+    peft.get_peft_model(model, lora()).unload()
     assert torch.equal(logits(model), expected)
 
 

@@ -404,7 +404,13 @@ def base_layer(layer: Any) -> nn.Module:
 
     Args:
         layer: with adapters.
+
+    Raises:
+        AttributeError: the model is none of `adapterzoo.peft`. Where PEFT itself has wrapped it,
+            PEFT would take the layer for one of its own.
     """
+    if not hasattr(type(model_of(layer._link.active)), "_mixin"):
+        raise AttributeError("base_layer")
     plain: Any = layer._plain
     made: Any = plain.__new__(plain)
     vars(made).update(vars(layer))

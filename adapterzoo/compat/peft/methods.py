@@ -310,11 +310,13 @@ def _named(
 # --- tensors of adapters under PEFT's keys, without a file ---
 
 
-def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return PEFT's config and tensors for an adapter."""
+def encoded(
+    model: AdaptedModel, name: str, with_head: bool | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return PEFT's config and tensors for an adapter; with a head, None: if it has one."""
     sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
     info = ModelInfo(model)
-    with_head = has_head(model, name)
+    with_head = has_head(model, name) if with_head is None else with_head
     stored = formats.exported(
         checkpointing.checkpoint_of(model, name, with_head, None, "peft"), info
     )
@@ -351,7 +353,8 @@ def encoded_record(
     before = dict(records)
     records[name] = record
     try:
-        return encoded(model, name)
+        # it gets its head later
+        return encoded(model, name, with_head=True)
     finally:
         records.clear()
         records.update(before)
@@ -667,8 +670,10 @@ def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str,
     if not peft_spellings[made.architecture].has_layers:
         # its files need the head
         task = task or task_of(class_name(model))
-    layers, names = copies.made(model), made.get("modules_to_save") or ()
-    return {p: layer for p, layer in layers.items() if task in HEADED or is_saved(p, names)}
+    names = made.get("modules_to_save") or ()
+    wanted = {p for p in copies.layers_of(model) if task in HEADED or is_saved(p, names)}
+    layers = copies.made(model) if wanted else {}
+    return {path: layer for path, layer in layers.items() if path in wanted}
 
 
 def _refuse_merged(model: AdaptedModel) -> None:

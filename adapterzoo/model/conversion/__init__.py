@@ -203,7 +203,9 @@ def add_changes(
     refuse_taken(model, name, overwrite_ok=False)
     layers = [site for site in model.anatomy if site.parameter is None]
     start = base_prefix(model)
-    paths = {in_whole(s.path, start): s.path for s in (*layers, *model.anatomy.named)}
+    # merged by PEFT, a tied layer changes its table too
+    layers += [site for site in model.anatomy.named if site.path not in model.anatomy.tied]
+    paths = {in_whole(site.path, start): site.path for site in layers}
     changes = []
     for key, value in foreign.changes.items():
         whole, _, parameter = key.rpartition(".")

@@ -692,7 +692,9 @@ def _of_base(
     if layers and not (names and theirs):
         alone = own.replace(target_parameters=None) if asked else own
         placements = alone.below(base_prefix(model), model.anatomy).placements(model.anatomy)
-        names = names_of(model, (placement.site for placement in placements))
+        sites = [placement.site for placement in placements]
+        # what is trained whole has no adapter beside
+        names = names_of(model, (s for s in sites if shown(s.path) not in head))
         own = own.replace(target_modules=names)
         # PEFT does not adapt what is trained whole
         saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
