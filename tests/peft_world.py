@@ -70,23 +70,28 @@ def stand_in(monkeypatch: Any) -> None:
     monkeypatch.setattr(peft_boft, "get_fbd_cuda", lambda: BlockDiagonal)
 
 
+def built(architecture: str, config: Any) -> Any:
+    """A transformers model of a class, of the same weights each time."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        model = getattr(transformers, architecture)(config).eval()
+        for parameter in model.parameters():
+            # what transformers draws is so small that no adapter shows in the logits
+            if parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
 _plain: dict[str, Any] = {}
 
 
 def plain(family: str) -> Any:
     """A transformers model, of the same weights each time."""
     if family not in _plain:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(3)
-            config = tiny_config(family)
-            # the other ways to run experts have no float64
-            config._experts_implementation = "eager"
-            model = getattr(transformers, CLASSES[family])(config).eval()
-            for parameter in model.parameters():
-                # what transformers draws is so small that no adapter shows in the logits
-                if parameter.dim() == 2:
-                    torch.nn.init.normal_(parameter, std=0.2)
-            _plain[family] = model
+        config = tiny_config(family)
+        # the other ways to run experts have no float64
+        config._experts_implementation = "eager"
+        _plain[family] = built(CLASSES[family], config)
     return copy.deepcopy(_plain[family])
 
 

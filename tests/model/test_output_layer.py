@@ -8,9 +8,8 @@ import warnings
 import peft
 import pytest
 import torch
-import transformers
 from families import tiny_config, tiny_inputs
-from peft_world import QUIET, TENSORS, logits, stand_in
+from peft_world import QUIET, TENSORS, built, logits, stand_in
 from safetensors.torch import load_file
 from snapshots import refused, stir
 
@@ -53,13 +52,7 @@ def made(architecture: str, tied: bool = False):
     family, _ = CLASSES[architecture]
     config = tiny_config(family)
     config.tie_word_embeddings = tied
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(3)
-        model = getattr(transformers, architecture)(config).eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return built(architecture, config)
 
 
 def of_peft(architecture: str, kind: str, tied: bool, folder, **fields):

@@ -9,9 +9,8 @@ import warnings
 import peft
 import pytest
 import torch
-import transformers
 from families import tiny_config
-from peft_world import CONFIG, QUIET, TENSORS, inputs_of, logits
+from peft_world import CONFIG, QUIET, TENSORS, built, inputs_of, logits
 from safetensors.torch import load_file
 from snapshots import refused, stir
 
@@ -41,13 +40,7 @@ def made(architecture: str, tied: bool = True):
     """A tiny model of a class, of the same weights each time."""
     config = tiny_config(CLASSES[architecture][0])
     config.tie_word_embeddings = tied
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(3)
-        model = getattr(transformers, architecture)(config).eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return built(architecture, config)
 
 
 def fields(architecture: str, case: str):

@@ -96,7 +96,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     values = dict(config if isinstance(config, Mapping) else config.to_dict())
     cls = class_of(str(getattr(values["peft_type"], "value", values["peft_type"])), values)
     spelling, arguments = peft_spellings[cls.architecture], classes_of_peft[cls]
-    task = getattr(asked := values.get("task_type"), "value", asked)
+    task = _task_in(values)
     own_task = None if model._has_named_heads else task_of(class_name(model))
     tasks = TASK_TYPES if own_task is None else (own_task,)
     if task is not None and task not in tasks:
@@ -150,6 +150,12 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     is_frozen = values.get("inference_mode", False)
     FLAG(arguments.class_name, "inference_mode", is_frozen, False)
     return found, is_frozen
+
+
+def _task_in(values: Mapping[str, Any]) -> Any:
+    """Return the task that the fields of a config of PEFT name, as a member of its enum or not."""
+    asked = values.get("task_type")
+    return getattr(asked, "value", asked)
 
 
 def _that_match(
@@ -666,7 +672,7 @@ def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str,
         made: the same here.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
-    task = getattr(asked := values.get("task_type"), "value", asked)
+    task = _task_in(values)
     if not peft_spellings[made.architecture].has_layers:
         # its files need the head
         task = task or task_of(class_name(model))
