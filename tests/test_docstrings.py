@@ -1,4 +1,8 @@
-"""Docstrings say what the code takes and raises: no argument left out, none that is gone."""
+"""Docstrings say what the code takes and raises: no argument left out, none that is gone.
+
+They are read by programs too: what stands before a colon is a type to the pages' reader where a
+result is described.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ FILES = sorted(
     if "cli" not in path.parts and not re.match("_[a-z]", path.name)
 )
 SECTION = re.compile(r"^( *)(Args|Raises):\n((?:\1 +.*\n|\n)*)", re.MULTILINE)
+RESULT = re.compile(r"^ *Returns:\n +(.*)$", re.MULTILINE)
+# not a colon of a role (:class:`X`), and a type has no spaces outside its brackets
+NO_TYPE = re.compile(r"(?!:)[^`:\[]* [^`:\[]*: ")
 ERRORS = {name for name, cls in vars(errors).items() if isinstance(cls, type)}
 
 
@@ -54,6 +61,10 @@ def arguments(name: str, node: ast.FunctionDef) -> set[str]:
     return found | {a.arg for a in (given.vararg, given.kwarg) if a is not None}
 
 
+def is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(mark).endswith("property") for mark in node.decorator_list)
+
+
 def raised(node: ast.FunctionDef) -> set[str]:
     """Names of the package's errors that the function itself makes and raises."""
     return {
@@ -82,6 +93,11 @@ def complaints(name: str, node: ast.FunctionDef, told: dict[str, set[str]]) -> l
         found += [f"{name}: Args names {n}, which is gone" for n in sorted(named - real)]
         found += [f"{name}: Args lacks {n}" for n in sorted(real - named)]
     inherited = told.get(name.rpartition(".")[2], set()) if "." in name else set()
+    lines = RESULT.findall(inspect.cleandoc(text))
+    lines += text.splitlines()[:1] if is_property(node) else []
+    found += [
+        f"{name}: {line!r} has no type before its colon" for line in lines if NO_TYPE.match(line)
+    ]
     missing = raised(node) - set(parts.get("Raises", ())) - inherited
     return found + [f"{name}: Raises lacks {n}" for n in sorted(missing)]
 
@@ -124,6 +140,12 @@ RAISES = '"""F.{}"""\n    raise ConfigError("no")'
         ("def f(**b):\n    " + TAKES_B.format("**"), []),
         ("def f():\n    " + RAISES.format(""), ["f: Raises lacks ConfigError"]),
         ("def f():\n    " + RAISES.format("\n\n    Raises:\n        ConfigError: no.\n    "), []),
+        ('@property\ndef f():\n    """A thing: it is."""',
+         ["f: 'A thing: it is.' has no type before its colon"]),
+        ('def f():\n    """A thing: it is."""', []),
+        ('def f():\n    """F.\n\n    Returns:\n        bool: it is.\n    """', []),
+        ('def f():\n    """F.\n\n    Returns:\n        What is: it.\n    """',
+         ["f: 'What is: it.' has no type before its colon"]),
     ],
 )  # fmt: skip
 def test_the_check_of_docstrings_bites(source, says):

@@ -358,7 +358,7 @@ class Anatomy:
 
     @property
     def named(self) -> tuple[Site, ...]:
-        """The layers that names select and no role: convolutions, and the output layer."""
+        """Convolutions and the output layer, which names select and no role."""
         return self.convolutions if self.output is None else (*self.convolutions, self.output)
 
     def linears(self) -> tuple[Site, ...]:

@@ -165,7 +165,7 @@ class Branch:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for branches with the same anatomy: names, classes and shapes."""
+        """Equal for branches with the same anatomy (names, classes and shapes)."""
         return tuple(
             (path, type(module), *(tuple(p.shape) for p in module.parameters(recurse=False)))
             for path, module in self.modules

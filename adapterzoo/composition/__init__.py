@@ -232,7 +232,7 @@ class Fuse(Node):
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """The adapters whose outputs the fusion weighs: the last of each child."""
+        """The adapters whose outputs the fusion weighs, which are the last of each child."""
         return tuple(str(c.last() if isinstance(c, Node) else c) for c in self.children)
 
     def _check_children(self) -> None:

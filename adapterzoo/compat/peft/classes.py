@@ -73,7 +73,7 @@ class PeftConfig:
 
     @property
     def is_adaption_prompt(self) -> bool:
-        """Return False: there is no such method here."""
+        """Return False, as there is no such method here."""
         return False
 
     def to_dict(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class TransformersModel(InjectedModel):
             **kwargs: the same as `adapter_kwargs`.
 
         Returns:
-            What did not fit, as transformers has it: nothing, since a difference is an error.
+            What did not fit, as in transformers; nothing, since a difference is an error.
 
         Raises:
             CheckpointError: it does not fit the model.

@@ -317,7 +317,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
                 no effect: nothing is needed, as an adapter lies where its layers are.
 
         Returns:
-            Two empty lists: what does not fit is an error.
+            Two empty lists, as what does not fit is an error.
 
         Raises:
             CheckpointError: it does not fit the model.
