@@ -18,6 +18,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 import adapterzoo.peft
 from adapterzoo import AdapterModelMixin, AutoAdapterModel, Stack
+from adapterzoo.compat.peft import functions
 from adapterzoo.errors import (
     AdapterZooError,
     CheckpointError,
@@ -25,6 +26,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.peft.utils import hotswap
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 EXACT = {"rtol": 0, "atol": 0}
@@ -370,3 +372,53 @@ def test_a_model_whose_adapter_does_not_load_stays_plain(tmp_path):
     assert type(model) is cls
     with pytest.raises(ConfigError, match="LoraConfig"):
         adapterzoo.peft.get_peft_model(model, None)
+
+
+# of the public functions that take a model, those for models without adapters too
+FOR_ALL = {
+    "_get_submodules",
+    "cast_mixed_precision_params",
+    "disable_input_dtype_casting",
+    "get_base_model_state_dict",
+    "get_peft_model",
+    "inject_adapter_in_model",
+    "prepare_model_for_kbit_training",
+    "set_base_model_state_dict",
+}
+ARGUMENTS = {
+    "adapter_name": "default",
+    "config": None,
+    "model_name_or_path": "folder",
+    "path": "folder",
+    "peft_model_state_dict": {},
+    "rank": 2,
+    "state_dict": {},
+    "target_rank": 2,
+}
+
+
+def taking_a_model() -> dict[str, Any]:
+    rooms = (adapterzoo.peft, hotswap, functions)
+    every = {name: getattr(room, name) for room in rooms for name in room.__all__}
+    taking = ("model", "peft_model")
+    return {
+        name: function
+        for name, function in every.items()
+        if inspect.isfunction(function) and {*taking} & {*inspect.signature(function).parameters}
+    }
+
+
+@pytest.mark.parametrize("kind", ["module", "model"])
+@pytest.mark.parametrize("name", sorted(taking_a_model().keys() - FOR_ALL))
+def test_functions_say_that_a_model_has_no_adapters(name, kind):
+    if kind == "module":
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    else:
+        model = transformers.AutoModel.from_config(tiny_config("bert"))
+    values = {**ARGUMENTS, "model": model, "peft_model": model}
+    given = inspect.signature(taking_a_model()[name]).parameters
+    arguments = {key: values[key] for key in given if key in values}
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(StateError, match=r"Write get_peft_model\(model, "):
+        taking_a_model()[name](**arguments)
+    assert {*before} == {*model.state_dict()}

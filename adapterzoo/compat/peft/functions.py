@@ -13,6 +13,8 @@ from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.methods.lycoris.lokr import divided
 
+from . import saving
+
 __all__ = [
     "CONFIG_NAME",
     "SAFETENSORS_WEIGHTS_NAME",
@@ -43,11 +45,12 @@ def delete_adapter(
         The names of the active adapters; None without one.
 
     Raises:
-        StateError: it is in use.
+        StateError: it is in use, or the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
-    model.delete_adapter(adapter_name)
-    setup = model._active.plan.setup
+    own = saving.adapted(model)
+    own.delete_adapter(adapter_name)
+    setup = own._active.plan.setup
     return None if setup is None else list(setup.flatten())
 
 

@@ -844,6 +844,7 @@ def get_peft_model_state_dict(
 
     Raises:
         CheckpointError: PEFT has no such adapter.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
     with saving.whole(model) as own, with_values(own, adapter_name, state_dict):
@@ -881,12 +882,12 @@ def set_peft_model_state_dict(
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
         ConfigError: sizes that do not fit are to be ignored.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
     if ignore_mismatched_sizes:
         raise ConfigError("ignore_mismatched_sizes=True: a part would not be loaded. Leave it out.")
-    own: Any = unwrapped(model)
-    fill(own, adapter_name, peft_model_state_dict)
+    fill(saving.adapted(model), adapter_name, peft_model_state_dict)
     return LoadResult([], [])
 
 
@@ -945,14 +946,13 @@ def convert_to_lora(
 
     Raises:
         ConfigError: the rank is not legal.
-        StateError: the adapter is more than a change of weights, or merged.
+        StateError: the adapter is more than a change of weights or merged, or the model has none.
         UnknownNameError: the adapter is unknown.
     """
-    if not isinstance(model, AdapterModelMixin):
-        raise StateError("the model has no adapters. Write get_peft_model(model, …).")
+    own = saving.adapted(model)
     size = Size(None, rank) if isinstance(rank, float) and rank < 1 else Size(int(rank), None)
-    made, _ = conversion.converted(model, adapter_name, change_forms.find("lora"), size)
-    values, tensors = encoded_record(model, adapter_name, made)
+    made, _ = conversion.converted(own, adapter_name, change_forms.find("lora"), size)
+    values, tensors = encoded_record(own, adapter_name, made)
     return from_values(values, {}), tensors
 
 
@@ -1053,24 +1053,25 @@ def replace_lora_weights_loftq(
 
     Raises:
         ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
-        StateError: the adapter is merged.
+        StateError: the adapter is merged, or the model has none.
         UnknownNameError: the adapter is unknown.
     """
-    config = peft_model._adapter_state.find(adapter_name).config
-    refuse_merged(peft_model, adapter_name)
-    sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
+    own = saving.adapted(peft_model)
+    config = own._adapter_state.find(adapter_name).config
+    refuse_merged(own, adapter_name)
+    sharding.refuse_if_sharded(own, "Write it before fully_shard(model).")
     if not {"init_weights", "init_options"} <= {*config.field_names()}:
         raise ConfigError(
             f"{adapter_name!r} is {config!r}, which quantization cannot start. Write LoRAConfig(…)."
         )
     asked: Any = config.replace(init_weights="loftq", init_options={})
-    plan = asked.init_plan(peft_model.anatomy)
-    modules: Mapping[str, Any] = dict(modules_of(peft_model, adapter_name))
-    for path, weight in collected(peft_model, plan, model_path).items():
+    plan = asked.init_plan(own.anatomy)
+    modules: Mapping[str, Any] = dict(modules_of(own, adapter_name))
+    for path, weight in collected(own, plan, model_path).items():
         module = modules[path]
         before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
-        adapters.init_values(peft_model, path, module, weight)
-        name = in_whole(path, base_prefix(peft_model))
+        adapters.init_values(own, path, module, weight)
+        name = in_whole(path, base_prefix(own))
         if callback is not None and not callback(peft_model, name):
             with torch.no_grad():
                 for key, tensor in module.state_dict(keep_vars=True).items():

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig
 
 from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError, StateError
 from adapterzoo.formats import files
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.hf.info import name_of
+from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.state import (
     AdaptedModel,
     config_of,
@@ -159,18 +160,36 @@ def configs_of(model: Any) -> dict[str, PeftConfig]:
     return book.shown
 
 
+def adapted(model: nn.Module) -> Any:
+    """Return the model with adapters inside wrappers of torch.
+
+    Args:
+        model: with adapters, or a wrapper of it.
+
+    Raises:
+        StateError: it cannot have any.
+    """
+    own = unwrapped(model)
+    if not isinstance(own, AdapterModelMixin):
+        raise StateError("it has no adapters. Write get_peft_model(model, LoraConfig(…)) first.")
+    return own
+
+
 @contextlib.contextmanager
 def whole(model: Any) -> Iterator[Any]:
     """Yield a model without what torch wraps around it; FSDP1 gathers its parameters for the block.
 
     Args:
         model: with adapters, or a wrapper of it.
+
+    Raises:
+        StateError: it cannot have any.
     """
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
-            yield model.module
+            yield adapted(model.module)
     else:
-        yield unwrapped(model)
+        yield adapted(model)
 
 
 @contextlib.contextmanager

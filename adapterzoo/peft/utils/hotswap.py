@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from adapterzoo.anatomy import unwrapped
-from adapterzoo.compat.peft.saving import write_folder
-from adapterzoo.errors import ConfigError, StateError, names_call
-from adapterzoo.model.mixin import AdapterModelMixin
+from adapterzoo.compat.peft.saving import adapted, write_folder
+from adapterzoo.errors import ConfigError, names_call
 
 __all__ = [
     "check_hotswap_configs_compatible",
@@ -21,18 +19,6 @@ __all__ = [
     "hotswap_adapter_from_state_dict",
     "prepare_model_for_compiled_hotswap",
 ]
-
-
-def _adapted(model: nn.Module) -> Any:
-    """Return the model with adapters inside wrappers of torch.
-
-    Raises:
-        StateError: it cannot have any.
-    """
-    own = unwrapped(model)
-    if not isinstance(own, AdapterModelMixin):
-        raise StateError("it has no adapters. Write get_peft_model(model, LoraConfig(…)) first.")
-    return own
 
 
 @names_call
@@ -52,7 +38,7 @@ def hotswap_adapter(
         StateError: the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
-    own = _adapted(model)
+    own = adapted(model)
     own.load_adapter(model_name_or_path, adapter_name=adapter_name, hotswap=True, **kwargs)
 
 
@@ -95,7 +81,7 @@ def hotswap_adapter_from_state_dict(
         StateError: the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
-    own = _adapted(model)
+    own = adapted(model)
     ends = f".{adapter_name}"
     parts = {key: key.rpartition(".") for key in state_dict}
     keys = {key: above.removesuffix(ends) + dot + last for key, (above, dot, last) in parts.items()}
@@ -126,7 +112,7 @@ def prepare_model_for_compiled_hotswap(
         ConfigError: the rank of an adapter is larger.
         StateError: an adapter is in use, or the model is compiled or has no adapters.
     """
-    own = _adapted(model)
+    own = adapted(model)
     if target_rank is None:
         ranks = [c.to_dict().get("r", 1) for c in own.adapters_config.values()]
         target_rank = max(ranks, default=1)
