@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor
 
 from adapterzoo.anatomy import HEAD, Anatomy, Role, Site, in_whole, shown
+from adapterzoo.averaging import Combination
 from adapterzoo.config import (
     MAX_WIDTH,
     AdapterConfig,
@@ -90,6 +91,7 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
+        choosing: the fields that choose the layers, and which side of them.
         modules_to_save: names of modules, or a regular expression: the adapter has its own copy of
             each layer in them.
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
@@ -113,6 +115,7 @@ class TargetedConfig(AdapterConfig):
     """
 
     gives_way: ClassVar[bool] = True
+    choosing: ClassVar[frozenset[str]] = TARGETS
 
     modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
@@ -229,6 +232,39 @@ class TargetedConfig(AdapterConfig):
                 stacklevel=2,
             )
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
+
+    def acts(self, anatomy: Anatomy) -> set[tuple[Site, str]]:
+        """Return where an adapter acts, and how, however the config says it.
+
+        Args:
+            anatomy: of the model.
+        """
+        return {(placement.site, placement.location) for placement in self.placements(anatomy)}
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> AdapterConfig:
+        """Return the first config; others may name the same layers in other ways.
+
+        Raises:
+            CompositionError: they differ in anything else.
+        """
+        dicts = [config.to_dict() for config in configs]
+        alike = cls.alike([c for c in configs if isinstance(c, TargetedConfig)], anatomy)
+        strategy.refuse_differing(dicts, cls.training_fields | alike)
+        return configs[0]
+
+    @classmethod
+    def alike(cls, configs: Sequence[TargetedConfig], anatomy: Anatomy) -> frozenset[str]:
+        """Return the fields that may differ as all configs act in the same places; none if not.
+
+        Args:
+            configs: at least one, of this class.
+            anatomy: of the model.
+        """
+        first, *others = [config.acts(anatomy) for config in configs]
+        return cls.choosing if all(other == first for other in others) else frozenset()
 
     def _roles(self) -> list[Role]:
         roles = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Role, Site
+from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.config import (
     FACTOR,
     SEED,
@@ -71,6 +71,7 @@ class IA3Config(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
+    choosing: ClassVar[frozenset[str]] = TargetedConfig.choosing | {"feedforward_modules"}
     attn_matrices: tuple[str, ...] = ("k", "v")
     intermediate_lora: bool = True
     r: int = field(1, Choice(1))
@@ -107,6 +108,11 @@ class IA3Config(TargetedConfig):
         # the output of the non-linearity is the input of the last layer
         read_by: Role = "mlp_out" if self.convention == "paper" else "mlp_in"
         return list(dict.fromkeys(read_by if role == "mlp_in" else role for role in roles))
+
+    def acts(self, anatomy: Anatomy) -> set[tuple[Site, str]]:
+        """Return where an adapter acts, and whether on the input."""
+        found = super().acts(anatomy)
+        return {(s, f"{place} {'input' * self.scales_input(s)}") for s, place in found}
 
     def scales_input(self, site: Site) -> bool:
         """Return whether the vector of a layer scales its input."""

@@ -2,8 +2,9 @@
 
 `hotswap=True` is an argument of transformers. Every tensor of the slot, the adapter that takes the
 values, keeps its address, size and dtype, and the slot keeps its config. So compiled code runs on,
-and the config describes what the slot computes: smaller tensors are padded with zeros, and the
-ratio of two scalings goes into the values.
+and the config describes what the slot computes: smaller tensors are padded with zeros, the ratio of
+two scalings goes into the values, and layers that the other adapter lacks get values that change
+nothing.
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adapterzoo import formats
+from adapterzoo import formats, inject
+from adapterzoo.averaging import STRATEGIES
 from adapterzoo.composition import parse
 from adapterzoo.config import MAX_WIDTH, AdapterConfig, Choice, Placement, Range
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.inject.building import at_hand
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .heads import copies, named, store
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo
-from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
+from .state import AdaptedModel, AdapterRecord, LoadOptions, layer_in, modules_of
 
 
 class Write(NamedTuple):
@@ -145,12 +149,14 @@ def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write
         ConfigError: it cannot take them.
     """
     slot = model._adapter_state.find(name)
-    lines = _differences(slot, record)
+    unused = _unused(slot, record)
+    lines = _differences(slot, record, unused)
     pairs = () if lines else zip(slot.config.members, record.config.members, strict=True)
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
     found: list[Write] = []
     for path, own in () if lines else modules_of(model, name):
-        coming, mine = in_slot(record.coming[path], own), own.state_dict(keep_vars=True)
+        other = _without_effect(model, path, own) if path in unused else record.coming[path]
+        coming, mine = in_slot(other, own), own.state_dict(keep_vars=True)
         lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
             tensor, values = mine[key], coming[key]
@@ -178,14 +184,35 @@ def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
     return all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
 
 
-def _differences(slot: AdapterRecord, record: AdapterRecord) -> list[str]:
-    """Return how a slot differs in layers, methods and options that have no place in tensors."""
+def _unused(slot: AdapterRecord, record: AdapterRecord) -> set[str]:
+    """Return the paths of a slot that the record lacks, if its methods may act in fewer layers."""
+    may = all("target_modules" in member.slot_fields for member in slot.config.members)
+    return {path for path, p in slot.places.items() if may and p and path not in record.places}
+
+
+def _without_effect(model: AdaptedModel, path: str, own: Adapter) -> Adapter:
+    """Return an adapter like the one at a path that changes nothing: 0 of it."""
+    layer, made = layer_in(model, path), deepcopy(own)
+    originals = model._adapter_state.originals.get(path, {})
+    with torch.no_grad(), at_hand(layer):
+        inject.combine(layer, made, [own], [0.0], STRATEGIES["linear"], originals)
+    return made
+
+
+def _differences(slot: AdapterRecord, record: AdapterRecord, unused: set[str]) -> list[str]:
+    """Return how a slot differs in layers, methods and options that have no place in tensors.
+
+    Args:
+        slot: that takes the values.
+        record: with the values.
+        unused: paths of the slot that may be missing.
+    """
     kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, record.config)]
     if kinds[0] != kinds[1]:
         return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
     mine, theirs = _sites(slot.places), _sites(record.places)
     shown = {**mine, **theirs}
-    others = {shown[key] for key in mine.keys() ^ theirs.keys()}
+    others = {shown[key] for key in mine.keys() ^ theirs.keys() if key[0] not in unused}
     lines = [f"{name}   in one of them only" for name in others]
     for own, other in zip(slot.config.members, record.config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -29,7 +30,7 @@ import torch
 from adapterzoo import kernels
 
 CHECKOUTS = "ADAPTERZOO_CHECKOUTS"
-"""The variable with a folder of checkouts: trl, sentence-transformers, diffusers, accelerate."""
+"""The variable with a folder of checkouts, each under the name of its repository."""
 STOP, STEPS = 2, 4
 TIMES = ("runtime", "_per_second", "_time")
 """How the names of what a log says of times end."""
@@ -50,7 +51,7 @@ _TRL = (
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A script of a framework.
+    """A script of a framework, or a page whose blocks of code are one.
 
     Attributes:
         package: that it needs.
@@ -112,8 +113,60 @@ _SAVED = """
     accelerator.unwrap_model(model).save_pretrained("adapter")
     accelerator.end_training()
 """
+_NAMED = {
+    '"google/gemma-2-2b"': '"WORLD/llama"',
+    '"google/gemma-7b"': '"WORLD/llama"',
+    '"klcsp/gemma7b-lora-alpaca-11-v1"': '"my_adapter"',
+    "lora_dropout=0.1": "lora_dropout=0.0",
+    # what the page leaves open: the fields, the names, the data, and what is computed
+    '"lm_head"],\n    ...': '"lm_head"], r=4',
+    '"k_proj"],\n    ...': '"k_proj"], r=4, task_type=TaskType.CAUSAL_LM',
+    # PEFT adds no adapter beside one with copies of layers
+    "model.add_adapter(lora_config)": (
+        'model = AutoModelForCausalLM.from_pretrained("WORLD/llama")\n'
+        "model.add_adapter(lora_config)"
+    ),
+    "import Trainer, TrainingArguments": """import Trainer, TrainingArguments
+import torch
+from safetensors.torch import save_file
+
+rows = torch.arange(48).view(12, 4) % 30 + 5
+dataset = [{"input_ids": row, "labels": row} for row in rows]
+
+def note(name):
+    save_file({"logits": model(rows[:2]).logits.detach().clone()}, f"{name}.safetensors")
+
+def save(name):
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = (torch.arange(p.numel()) + len(name)).view(p.shape).sin() / 5
+    model.save_pretrained(name)
+    note(f"logits of {name}")
+""",
+    "num_train_epochs=3,": (
+        f"max_steps={STEPS}, save_steps={STOP}, logging_steps=1, learning_rate=1e-2, "
+        "report_to='none', use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True,"
+    ),
+    # transformers looks for a whole model in such a checkpoint, on PEFT
+    'trainer.train(resume_from_checkpoint="./output/checkpoint-1000")': "",
+    'model.save_pretrained("./my_adapter")': 'save("my_adapter")',
+    'load_in_8bit=True),\n    device_map="auto",\n)': "load_in_8bit=True),\n)\nnote('eight bits')",
+    # transformers keeps the scaling, and the layers that the second adapter lacks
+    "LoraConfig(r=16, lora_alpha=64)": "LoraConfig(r=4, target_modules=['q_proj', 'k_proj'])",
+    'model.delete_adapter("adapter_1")': 'save("second"); model.delete_adapter("adapter_1")',
+    "AutoModel.from_pretrained(...)": 'AutoModelForCausalLM.from_pretrained("WORLD/llama")',
+    "adapter_path_1": '"my_adapter"',
+    "adapter_path_2": '"second"',
+    "# Generate outputs with adapter 1": "note('first')",
+    "# Generate outputs with adapter 2": "note('swapped')",
+    "max_rank = ...": "max_rank = 8",
+    "torch.compile(model, ...)": 'torch.compile(model, backend="eager")',
+    "output_1 = model(...)": "note('compiled')",
+    "output_2 = model(...)": "note('swapped in compiled')",
+}
 
 SCRIPTS = {
+    "page": Script("transformers", "transformers/docs/source/en/peft.md", changes=_NAMED),
     "sft": Script(
         "trl", "scripts/sft.py", _TRL + "--dataset_name WORLD/texts --max_length 16", more=_ANSWERED
     ),
@@ -336,6 +389,9 @@ def run(script: Script, world: Path, folder: Path) -> None:
     torch.Tensor.backward = seen
     path = script.path()
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        path = path.with_name("page.py")
+        text = "\n".join(re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
     for there, here in script.changes.items():
         if there not in text:
             raise ValueError(f"{path} has no {there!r}")

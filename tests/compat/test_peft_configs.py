@@ -31,7 +31,7 @@ from adapterzoo import (
     PromptTuningConfig,
     VeraConfig,
 )
-from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError
 from adapterzoo.methods.low_rank.starts import OPTIONS
 from adapterzoo.peft_arguments import COMMON, classes_of_peft
 from adapterzoo.spelling import peft_readable, peft_spellings
@@ -512,3 +512,11 @@ def test_a_config_gets_the_names_of_the_layers():
     peft.get_peft_model(plain("llama"), theirs)
     assert config.target_modules == theirs.target_modules
     assert model.peft_config["default"] is config
+
+
+def test_a_file_of_something_else_is_no_config(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"foo": "bar"}')
+    for library in (peft, adapterzoo.peft):
+        for name in ("PeftConfig", "LoraConfig", "BOFTConfig"):
+            with pytest.raises((TypeError, CheckpointError), match="peft_type"):
+                getattr(library, name).from_pretrained(tmp_path)

@@ -568,6 +568,28 @@ def test_what_does_not_fit_is_refused(tiny, configs, call, says):
         model.average_adapter("c", ["a", "b"], **call)
 
 
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if hasattr(VARIANTS[v], "attn_matrices")])
+def test_layers_may_be_named_in_other_ways(tiny, variant):
+    config = VARIANTS[variant]
+    roles = {"q": "query", "k": "key", "v": "value", "o": "attention.output.dense"}
+    names = [roles[matrix] for matrix in config.attn_matrices]
+    more = {"feedforward_modules": []} if config.architecture == "ia3" else {}
+    plain = config.replace(intermediate_lora=False, output_lora=False)
+    model = with_adapters(tiny, plain, names="a")
+    model.add_adapter("b", plain.replace(target_modules=names, **more))
+    stir(model, "b", 1)
+    model.average_adapter("c", ["a", "b"], [0.25, 0.75])
+    model.add_adapter("d", plain)
+    values = {path: module.state_dict() for path, module in model.adapter_modules("b")}
+    for path, module in model.adapter_modules("d"):
+        module.load_state_dict(values[path])
+    model.average_adapter("e", ["a", "d"], [0.25, 0.75])
+    found = dict(model.adapter_modules("e"))
+    for path, module in model.adapter_modules("c"):
+        for key, tensor in module.state_dict().items():
+            close(tensor, found[path].state_dict()[key], 0)
+
+
 def test_parts_of_a_layer_in_other_places_are_refused(tiny):
     model = tiny("gpt2")
     model.add_adapter("a", 'lora[attn_matrices=["q"]]')

@@ -10,7 +10,7 @@ from transformers import BertForSequenceClassification
 from variants import SWEPT, VARIANTS
 
 from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, init
-from adapterzoo.config import AdapterConfig
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, UnknownNameError
 
 _GATED = "lora_bias=True,use_gating=True"
@@ -118,6 +118,48 @@ def test_every_method_swaps_without_compiling_again(variant, tmp_path):
         torch.testing.assert_close(run(compiled), expected, rtol=1e-5, atol=1e-5)
     assert backend.graphs == 1
     assert not torch.equal(files[0][1], files[1][1])
+
+
+# the slot says which layers may be adapted, and the copies beside them
+PLACED = [
+    name
+    for name, config in VARIANTS.items()
+    if all("target_modules" in member.slot_fields for member in config.members)
+]
+
+# names of layers for methods that act elsewhere than in linear ones
+LAYERS = {
+    "ln_tuning": ["attention.output.LayerNorm", "embeddings.LayerNorm"],
+    "trainable_tokens": ["word_embeddings", "position_embeddings"],
+}
+
+
+def in_layers(config, names):
+    """The config with other target modules."""
+    if config.members == (config,):
+        return config.replace(target_modules=names)
+    return ConfigUnion(*(member.replace(target_modules=names) for member in config.members))
+
+
+@pytest.mark.parametrize("variant", all_but(PLACED[::6], PLACED))
+def test_layers_that_a_file_lacks_do_nothing(variant, tmp_path):
+    every = LAYERS.get(variant, ["query", "key", "value"])
+    one = every[:1]
+    ((few, expected),) = saved(tmp_path, in_layers(VARIANTS[variant], one))
+    ((many, then),) = saved(tmp_path / "more", in_layers(VARIANTS[variant], every))
+    model = made(slot=in_layers(VARIANTS[variant], every))
+    model.set_active_adapters("slot")
+    before = output(model)
+    model.load_adapter(few, load_as="slot", hotswap=True)
+    torch.testing.assert_close(output(model), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, before, atol=1e-4)
+    model.load_adapter(many, load_as="slot", hotswap=True)
+    assert torch.equal(output(model), then)
+    # a slot has no room for layers that it lacks
+    narrow = made(slot=in_layers(VARIANTS[variant], one))
+    narrow.set_active_adapters("slot")
+    with refused(narrow, ConfigError, every[1], "in one of them only"):
+        narrow.load_adapter(many, load_as="slot", hotswap=True)
 
 
 def test_fifty_ranks_compile_one_frame(tmp_path):
@@ -266,7 +308,6 @@ def test_a_copy_of_a_static_head_is_swapped_and_the_original_stays(tmp_path):
     ("config", "says"),
     [
         ("lora[r=9]", ("[8, 32]", "[9, 32]", "hotswap=False")),
-        ("lora[attn_matrices=['q']]", ("value", "in one of them only", "hotswap=False")),
         ("lora[output_lora=True]", ("output.dense", "in one of them only", "hotswap=False")),
         ("dora", ("'lora'", "'dora'", "hotswap=False")),
         ("lora[lora_bias=True]", ("lora_bias=False and not True", "hotswap=False")),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
-from adapterzoo.errors import ConfigError, FieldError, listing, names_call
+from adapterzoo.errors import CheckpointError, ConfigError, FieldError, listing, names_call
 from adapterzoo.formats import files
 from adapterzoo.formats.peft.reading import CONFIG, checked
 from adapterzoo.peft_arguments import PEFT_VERSION, TASK_TYPES, classes_of_peft
@@ -128,6 +128,8 @@ class PeftConfig:
         given = pretrained_model_name_or_path
         path = given if subfolder is None else Path(given, subfolder)
         values = cls.from_json_file(hub.resolve_file(path, CONFIG, **options))
+        if "peft_type" not in values:
+            raise CheckpointError(f"{CONFIG} of {path} has no peft_type. Write another folder.")
         return from_values(values, kwargs)
 
     @classmethod

@@ -18,11 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, unknown_name
 from adapterzoo.inject import changes
 from adapterzoo.inject.adapted import Adapted, adapters_of, asked_of_layers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stores_transposed
-from adapterzoo.methods._copies import TokenRows
+from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.methods.low_rank.dora import Magnitudes
 from adapterzoo.methods.low_rank.factors import LowRank
 from adapterzoo.methods.lycoris.lycoris import Lycoris
@@ -131,7 +132,9 @@ class ByAdapter(MutableMapping[str, Any]):
 
 
 def active_in(layer: Any) -> list[str]:
-    """Return the names of the active adapters, also of those that the layer does not have.
+    """Return the names of the active adapters; of a copied layer those that have a copy of it.
+
+    Of other layers also those that the layer does not have, as in PEFT.
 
     Args:
         layer: with adapters.
@@ -139,8 +142,21 @@ def active_in(layer: Any) -> list[str]:
     active = layer._link.active
     setup = active.plan.setup
     if setup is None and active.default.plan.setup is None:
-        return disabled_in(_state(layer))
-    return [] if setup is None else list(setup.flatten())
+        names = disabled_in(_state(layer))
+    else:
+        names = [] if setup is None else list(setup.flatten())
+    return names if is_tuned(layer) else [name for name in names if name in adapters_of(layer)]
+
+
+def is_tuned(layer: object) -> bool:
+    """Return whether a layer has adapters, and not only copies of itself or of its rows.
+
+    Args:
+        layer: any object.
+    """
+    copied = (LayerCopy, TokenRows)
+    parts = (part for _, part in parts_of(layer))
+    return any(isinstance(part, Adapter) and not isinstance(part, copied) for part in parts)
 
 
 def disabled_in(state: AdapterState) -> list[str]:

@@ -194,6 +194,22 @@ class InjectedModel:
         return _again, (self._mixin, *made_from), cast("Any", self).__getstate__()
 
 
+class _Wrapper:
+    """What PEFT has around a module with a part `model`: its own `model` is the whole module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        vars(self)["model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
 class PeftModel(InjectedModel, metaclass=standins.ModelType):
     """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
 
@@ -215,7 +231,8 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         except AttributeError:
             if name not in ("base_model", "model"):
                 raise
-        return self
+        own: Any = self
+        return _Wrapper(own) if name == "base_model" and "model" in own._modules else self
 
     @classmethod
     def from_pretrained(

@@ -17,7 +17,7 @@ from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.spelling import peft_spellings
 
-from .layers import parts_of
+from .layers import is_tuned, parts_of
 
 
 class ModelType(type):
@@ -98,13 +98,7 @@ _LAYERS: Mapping[str, str] = {
 }  # fmt: skip
 
 LAYER_CLASSES = {
-    "BaseTunerLayer": made(
-        "BaseTunerLayer",
-        lambda _cls, layer: any(
-            isinstance(p, Adapter) and not isinstance(p, (LayerCopy, TokenRows))
-            for _, p in parts_of(layer)
-        ),
-    ),
+    "BaseTunerLayer": made("BaseTunerLayer", lambda _cls, layer: is_tuned(layer)),
     "AuxiliaryTrainingWrapper": _layer_class("AuxiliaryTrainingWrapper", LayerCopy, TokenRows),
     # a copy of a static head is a plain layer
     "ModulesToSaveWrapper": made(

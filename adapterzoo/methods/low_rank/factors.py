@@ -177,7 +177,7 @@ class LowRankConfig(TargetedConfig):
         # first refuse differences that no strategy allows
         strategy.refuse_differing(dicts, trained | _SCALING | TARGETS)
         if strategy.keeps_scaling:
-            strategy.refuse_differing(dicts, trained, _ANY_RANK)
+            strategy.refuse_differing(dicts, trained | cls.alike(own, anatomy), _ANY_RANK)
             return first
         # scalings become a part of the factors, and PEFT's strategies skip missing adapters
         placed = [c.placements(anatomy) for c in own]
@@ -190,10 +190,7 @@ class LowRankConfig(TargetedConfig):
         if any({p.site.name for p in placements} != set(combined) for placements in placed):
             first = _at_all(first, placed, anatomy)
         else:
-            parts = [{(p.site.name, p.site.role) for p in placements} for placements in placed]
-            same_parts = all(each == parts[0] for each in parts)
-            alike = TARGETS if same_parts else frozenset[str]()
-            strategy.refuse_differing(dicts, trained | _SCALING | alike)
+            strategy.refuse_differing(dicts, trained | _SCALING | cls.alike(own, anatomy))
         sized = first.of_ranks(combined)
         # a scaling of 0 has no inverse
         keeps_alpha = strategy.keeps_alpha and first.alpha
