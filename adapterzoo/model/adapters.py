@@ -71,7 +71,7 @@ def add(
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
-        loaded = _in_float32(model, loaded)
+        loaded = in_float32(model, loaded)
     refuse_taken(model, name, overwrite_ok)
     loaded, with_output = _for_model(model, loaded, in_file)
     data: Collected = {}
@@ -240,10 +240,10 @@ def eject(model: AdaptedModel, name: str) -> None:
     if members == list(config.members):
         raise StateError(f"{name!r} has no network to eject, as a prefix with flat=False has.")
     ejected = members[0] if len(members) == 1 else ConfigUnion(*members)
-    _set_config(model, name, make(model, ejected, torch.device("meta")))
+    set_config(model, name, make(model, ejected, torch.device("meta")))
 
 
-def _set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
+def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
     """Give an adapter the config and the placements of one with the same modules."""
     record = model._adapter_state.records[name]
     places = {**record.places, **made.places}
@@ -399,7 +399,7 @@ def remove_all(model: AdaptedModel) -> None:
 # --- inspect and move ---
 
 
-def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
+def in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the config with float32 parameters over layers in half precision.
 
     As in PEFT, copies of layers (`modules_to_save`, norms, heads) and biases keep the dtype of
@@ -412,22 +412,6 @@ def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
         for c in config.members
     ]
     return members[0] if len(members) == 1 else ConfigUnion(*members)
-
-
-def to_float32(model: AdaptedModel, name: str) -> None:
-    """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
-    before = model._adapter_state.find(name).config
-    config = _in_float32(model, before)
-    if config == before:
-        return
-    made = make(model, config, torch.device("meta"))
-    modules = dict(modules_of(model, name))
-    for path, like in made.coming.items():
-        for find in (nn.Module.named_parameters, nn.Module.named_buffers):
-            own = dict(find(modules[path]))
-            for key, tensor in find(like):
-                own[key].data = own[key].data.to(tensor.dtype)
-    _set_config(model, name, made)
 
 
 def move(
