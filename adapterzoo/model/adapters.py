@@ -16,7 +16,7 @@ from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, SiteError, StateError
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
 from adapterzoo.inject.building import (
     at_hand,
@@ -73,7 +73,7 @@ def add(
     if autocast_adapter_dtype:
         loaded = in_float32(model, loaded)
     refuse_taken(model, name, overwrite_ok)
-    loaded, with_output = _for_model(model, loaded, in_file)
+    loaded, with_output = for_model(model, loaded, in_file)
     data: Collected = {}
     if not in_file:
         plans = (member.init_plan(model.anatomy) for member in loaded.members)
@@ -92,7 +92,7 @@ def add(
     bring_in(model, name, record, active, head)
 
 
-def _for_model(
+def for_model(
     model: AdaptedModel, config: AdapterConfig, in_file: bool = False
 ) -> tuple[AdapterConfig, bool]:
     """Return a config with what it means in a model, and whether the head's output gets a copy.
@@ -106,15 +106,6 @@ def _for_model(
         refuse_missing_layers(member, len(model.anatomy.blocks))
     config, with_output = copies.without_head(model, config)
     return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
-
-
-def supports(model: AdaptedModel, config: AdapterConfig) -> bool:
-    """Return whether `add` takes a config, with the data that its initial values may need."""
-    try:
-        make(model, _for_model(model, config)[0], torch.device("meta"))
-    except (ConfigError, SiteError, StateError):
-        return False
-    return True
 
 
 def init_values(

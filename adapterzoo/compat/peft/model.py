@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.hub import PushToHubMixin
 
-from adapterzoo import hub
+from adapterzoo import formats, hub
 from adapterzoo.anatomy import in_whole, unwrapped
 from adapterzoo.composition import Composition
 from adapterzoo.config import change_forms
@@ -46,7 +46,7 @@ from adapterzoo.model.conversion import Size
 from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
-from adapterzoo.model.hf.info import name_of
+from adapterzoo.model.hf.info import ModelInfo, name_of
 from adapterzoo.model.hf.init_data import InitData, collected
 from adapterzoo.model.state import AdaptedModel, base_prefix, dtype_of, modules_of, parameters_of
 from adapterzoo.patterns import around
@@ -453,7 +453,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         own = cast("Any", self)
         heads = {n: has_head(own, n) if with_head is None else with_head for n in names}
         for name in names if len(names) > 1 else ():
-            checkpointing.check_saving(own, [name], format, heads[name])
+            _check_saving(own, name, format, heads[name])
         is_peft_format = format == "peft" and not sharding.groups_of(self)
         tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
         for name in names if is_main_process else ():
@@ -689,6 +689,19 @@ def as_peft(model: Any, mixin: Any = PeftModel) -> Any:
         for each in mixin.__mro__[:-1]:
             owned.own(model, each, *([owned.WHOLE] if each is PeftModel else []))
     return model
+
+
+def _check_saving(model: AdaptedModel, name: str, format: str, with_head: bool) -> None:
+    """Check that a format can express an adapter, before the first of several is written.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    # the native format can express all
+    if format != "native":
+        stored = checkpointing.checkpoint_of(model, name, with_head, None, format)
+        checkpointing.refuse_sharded(model, format)
+        formats.encoded(stored, "adapter", format, ModelInfo(model))
 
 
 def _to_float32(model: AdaptedModel, name: str) -> None:
