@@ -18,13 +18,7 @@ from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_miss
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
-from adapterzoo.inject.building import (
-    at_hand,
-    build,
-    build_shared,
-    device_of,
-    inject_path,
-)
+from adapterzoo.inject.building import at_hand, build, build_shared, device_of, inject_path
 from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name

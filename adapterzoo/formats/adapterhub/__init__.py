@@ -53,12 +53,7 @@ from adapterzoo.formats.files import (
 )
 from adapterzoo.formats.fit import by_path, same_values
 from adapterzoo.heads import STATIC, HeadConfig, head_types
-from adapterzoo.spelling import (
-    AdapterHubFile,
-    AdapterHubSpelling,
-    Container,
-    adapterhub_spellings,
-)
+from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, adapterhub_spellings
 
 from .names import (
     PART_ORDER,

@@ -29,14 +29,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import (
-    MAX_WIDTH,
-    Choice,
-    Either,
-    Range,
-    field,
-    method_config,
-)
+from adapterzoo.config import MAX_WIDTH, Choice, Either, Range, field, method_config
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
 from adapterzoo.methods._peft import same_as

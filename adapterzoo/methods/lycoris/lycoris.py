@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import (
-    FACTOR,
-    SEED,
-    AdapterConfig,
-    Placement,
-    Share,
-    config_class,
-    field,
-)
+from adapterzoo.config import FACTOR, SEED, AdapterConfig, Placement, Share, config_class, field
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
