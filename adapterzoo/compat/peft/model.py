@@ -200,6 +200,11 @@ class _Wrapper:
     def __init__(self, model: nn.Module) -> None:
         vars(self)["model"] = model
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the module, for `isinstance`."""
+        return type(self.model)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["model"], name)
 
