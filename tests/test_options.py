@@ -367,5 +367,5 @@ def test_a_field_that_nobody_reads_is_found():
 
 def test_a_value_that_is_the_default_is_no_other_value():
     for name, field in FIELDS:
-        value = getattr(AdapterConfig.load(name), field)
+        value = getattr(CONFIGS[name], field)
         assert other(field, value) != value
