@@ -190,7 +190,7 @@ class SavedModulesConfig(CopyConfig):
 
     Attributes:
         names: of modules; each layer in one gets a copy.
-        tied: paths of layers of one weight that have one copy together.
+        tied: paths of layers with one weight, which share one copy.
     """
 
     architecture: ClassVar[str] = "modules_to_save"
@@ -336,7 +336,7 @@ class TokenRowsConfig(AdapterConfig):
         table: name or end of the path of the embedding; None for the model's own table of tokens.
         tokens: their numbers, in ascending order.
         dtype: of the rows, by name; None for that of the table.
-        init_weights: whether rows start as those of the table; False: normal with deviation 1.
+        init_weights: whether rows start as those of the table; False: standard normal.
     """
 
     architecture: ClassVar[str] = "token_rows"

@@ -132,9 +132,9 @@ class ByAdapter(MutableMapping[str, Any]):
 
 
 def active_in(layer: Any) -> list[str]:
-    """Return the names of the active adapters; of a copied layer those that have a copy of it.
+    """Return the names of the active adapters; for a copied layer, those that have a copy of it.
 
-    Of other layers also those that the layer does not have, as in PEFT.
+    For other layers, as in PEFT, also active adapters that the layer does not have.
 
     Args:
         layer: with adapters.
@@ -422,7 +422,7 @@ def base_layer(layer: Any) -> nn.Module:
         layer: with adapters.
 
     Raises:
-        AttributeError: the model is none of `adapterzoo.peft`. Where PEFT itself has wrapped it,
+        AttributeError: the model is not one of `adapterzoo.peft`. Where PEFT itself has wrapped it,
             PEFT would take the layer for one of its own.
     """
     if not hasattr(type(model_of(layer._link.active)), "_mixin"):

@@ -195,7 +195,7 @@ class InjectedModel:
 
 
 class _Wrapper:
-    """What PEFT has around a module with a part `model`: its own `model` is the whole module."""
+    """PEFT's wrapper of a module that has a part `model`; here `model` is the whole module."""
 
     def __init__(self, model: nn.Module) -> None:
         vars(self)["model"] = model
