@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, unknown_name
 from adapterzoo.inject import changes
-from adapterzoo.inject.adapted import Adapted, adapters_of, asked_of_layers
+from adapterzoo.inject.adapted import Adapted, adapters_of, answer_at_layers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stores_transposed
 from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.methods.low_rank.dora import Magnitudes
@@ -469,7 +469,7 @@ def _bound(method: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda layer: types.MethodType(method, layer)
 
 
-asked_of_layers.update(
+_ANSWERS: Mapping[str, Callable[[Any], Any]] = dict(
     {method.__name__: _bound(method) for method in _METHODS},
     active_adapter=lambda layer: active_in(layer)[0] if active_in(layer) else [],
     active_adapters=active_in,
@@ -491,3 +491,4 @@ asked_of_layers.update(
     scaling=lambda layer: ByAdapter(layer, _SCALED, "scaling"),
     token_adapter=lambda layer: Tokens(ByAdapter(layer, TokenRows, "rows")),
 )
+answer_at_layers(_ANSWERS)
