@@ -873,7 +873,7 @@ class AdapterConfig(Config):
     @property
     def starts_as_identity(self) -> bool:
         """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
-        return True
+        return getattr(self, "init_weights", True) is not False
 
     @property
     def gradients_are_exact(self) -> bool:

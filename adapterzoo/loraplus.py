@@ -6,7 +6,6 @@ magnitudes) are trained like B, and those at embeddings have a rate of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,30 +56,6 @@ def create_loraplus_optimizer(
     optimizer = optimizer_cls([g for g in groups if g["params"]], lr=lr, **kwargs)  # type: ignore[call-arg]
     set_rates(model, optimizer, loraplus_lr_ratio, loraplus_lr_embedding)
     return optimizer
-
-
-def asked_rates(
-    ratio: float | None, embedding: float, optimizers: Iterable[object]
-) -> tuple[float, float] | None:
-    """Return the rates that a trainer is asked for, for `set_rates`; None without a ratio.
-
-    Args:
-        ratio: of B's rate to that of A.
-        embedding: the rate at embeddings.
-        optimizers: that the trainer is given.
-
-    Raises:
-        ConfigError: a value has no effect.
-    """
-    if ratio is None:
-        if embedding != EMBEDDING_RATE:
-            raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
-        return None
-    if any(optimizers):
-        raise ConfigError(
-            "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
-        )
-    return ratio, embedding
 
 
 def set_rates(

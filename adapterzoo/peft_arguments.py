@@ -9,19 +9,14 @@ nothing, or an error with a hint.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, listing
-from .names import one_of
 
 if TYPE_CHECKING:
     from .anatomy import Site
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 PEFT_VERSION = "0.21.2"
 """The release of PEFT whose names, fields and files these are."""
@@ -260,34 +255,3 @@ def instead(peft_type: object) -> str:
         "If it changes only weights of layers, convert it through an installed PEFT: write "
         "adapterzoo convert SRC DST --to lora."
     )
-
-
-# --- methods of a model that take PEFT's arguments too ---
-
-
-def is_peft(config: object) -> bool:
-    """Return whether a value is a config object of PEFT, or the dict of one."""
-    if isinstance(config, Mapping):
-        return "peft_type" in config
-    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
-
-
-def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a method: let some of its arguments have other names too.
-
-    Args:
-        **names: the other name → the argument.
-    """
-
-    def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            given: dict[str, Any] = {}
-            for name, value in kwargs.items():
-                own = names.get(name, name)
-                given[own] = one_of(**{own: given.get(own), name: value})
-            return function(*args, **cast("Any", given))
-
-        return cast("Callable[P, T]", method)
-
-    return decorated

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -24,13 +25,12 @@ from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
-from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
+from .loraplus import EMBEDDING_RATE, set_rates
 from .model import checkpointing, fusion
 from .model.heads import named
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
-from .model.hf.hosts import collated
 from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
 from .model.sharding import class_name
@@ -41,7 +41,6 @@ from .model.state import (
     named_tensors,
     own_parameters_of,
 )
-from .model.training import trainable_when_quantized
 from .names import one_of
 
 # outputs of base models besides the scores of a head
@@ -110,11 +109,11 @@ class AdapterTrainer(Trainer):
         processing_class = one_of(tokenizer=tokenizer, processing_class=processing_class)
         self._adapter_names = adapter_names
         own = kwargs.get("optimizers") or ()
-        self._rates = asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
+        self._rates = _asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)
-        with trainable_when_quantized(model):
+        with _trainable_when_quantized(model):
             cast("Any", super()).__init__(
                 model, args, data_collator, train_dataset, eval_dataset,
                 processing_class=processing_class, model_init=model_init, **kwargs,
@@ -198,7 +197,7 @@ class AdapterTrainer(Trainer):
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         given = self.data_collator
         # the collators of transformers make tensors, and texts cannot become tensors
-        self.data_collator = functools.partial(collated, given)
+        self.data_collator = functools.partial(_collated, given)
         try:
             return super()._get_dataloader(*args, **kwargs)
         finally:
@@ -372,6 +371,70 @@ class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
 def _count(labels: Tensor) -> int:
     """Return the number of labels that count."""
     return int((labels != IGNORED).sum())
+
+
+def _asked_rates(
+    ratio: float | None, embedding: float, optimizers: Iterable[object]
+) -> tuple[float, float] | None:
+    """Return the rates that the trainer is asked for, for `set_rates`; None without a ratio.
+
+    Args:
+        ratio: of B's rate to that of A.
+        embedding: the rate at embeddings.
+        optimizers: that the trainer is given.
+
+    Raises:
+        ConfigError: a value has no effect.
+    """
+    if ratio is None:
+        if embedding != EMBEDDING_RATE:
+            raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
+        return None
+    if any(optimizers):
+        raise ConfigError(
+            "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
+        )
+    return ratio, embedding
+
+
+def _collated(collator: Callable[[Any], Any], rows: Any) -> Any:
+    """Return a batch with the texts of `adapter_names` and `task_ids`, one for each row.
+
+    transformers' collators drop texts, or fail on them.
+
+    Args:
+        collator: makes the batch.
+        rows: of the dataset.
+    """
+    first = rows[0] if isinstance(rows[0], Mapping) else {}
+    texts = {
+        key: [row[key] for row in rows]
+        for key in ("adapter_names", "task_ids")
+        if key in first and any(isinstance(row[key], str) for row in rows)
+    }
+    home = getattr(collator, "__module__", "")
+    if texts and home.startswith("transformers."):
+        rows = [{k: v for k, v in row.items() if k not in texts} for row in rows]
+    batch = collator(rows)
+    batch.update({key: values for key, values in texts.items() if key not in batch})
+    return batch
+
+
+@contextmanager
+def _trainable_when_quantized(model: Any) -> Iterator[None]:
+    """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
+
+    Args:
+        model: in the context, it does not report that it is quantized.
+    """
+    quantized_before = getattr(model, "is_quantized", False)
+    if quantized_before:
+        model.is_quantized = False
+    try:
+        yield
+    finally:
+        if quantized_before:
+            model.is_quantized = True
 
 
 def _hint(model: Any) -> str:

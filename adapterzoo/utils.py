@@ -10,9 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 from .formats import adapterhub, native
-from .formats.adapterhub import get_adapter_config_hash
 from .formats.setup_files import SETUP as SETUP_CONFIG_NAME
 from .hub import AdapterInfo, adapter_info, list_adapters
+from .hub.old_ids import get_adapter_config_hash
 from .interface import FILE as INTERFACE_CONFIG_NAME
 
 __all__ = [

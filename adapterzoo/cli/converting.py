@@ -18,7 +18,7 @@ from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.peft.reading import TASKS, classes_for
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
-from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs
+from adapterzoo.model.conversion import Size, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
 from adapterzoo.model.heads.plain import class_for
 from adapterzoo.model.hf.info import ModelInfo
@@ -27,6 +27,7 @@ from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
+from .foreign import add_changes, changes_by_peft
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 
 _NAME = "merged"

@@ -12,7 +12,7 @@ from torch import nn
 
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import InvertibleAdapter
-from adapterzoo.errors import StateError
+from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import adapters, fusion
@@ -79,7 +79,7 @@ class AdaptersMethods:
         is_kind = isinstance(type_or_config, str)
         found = AdapterMethod.examples.get(type_or_config) if is_kind else None
         config = AdapterConfig.load(type_or_config if found is None else found)
-        return adapters.supports(self, config)
+        return _supports(self, config)
 
     @property
     def invertible_adapters(self) -> AdapterDict:
@@ -170,6 +170,15 @@ class AdaptersMethods:
                 Path(save_directory) / name, name, meta_dict, custom_weights_loaders,
                 use_safetensors=use_safetensors, format=format,
             )  # fmt: skip
+
+
+def _supports(model: Any, config: AdapterConfig) -> bool:
+    """Return whether `add` takes a config, with the data that its initial values may need."""
+    try:
+        adapters.make(model, adapters.for_model(model, config)[0], torch.device("meta"))
+    except (ConfigError, SiteError, StateError):
+        return False
+    return True
 
 
 def _at_entry(model: Any, name: str) -> InvertibleAdapter | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .download import resolve, resolve_file, resolve_setup
 from .search import AdapterInfo, adapter_info, list_adapters
 from .upload import CardText, completed_card, push
+from .upload import publish as publish
 
 __all__ = [
     "AdapterInfo",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,52 @@ class CardText:
     architecture_training: str | None = None
     evaluation: str | None = None
     citation: str | None = None
+
+
+def publish(
+    write: Callable[[Path], None],
+    repo_id: str,
+    what: str,
+    *,
+    datasets_tag: str | None,
+    local_path: str | os.PathLike[str] | None,
+    adapter_card_kwargs: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    base_model: str | None,
+    commit_message: str | None,
+    **options: Any,
+) -> str:
+    """Write an adapter and publish it, with a model card.
+
+    Args:
+        write: saves the adapter to a folder.
+        repo_id: `user/repository`.
+        what: is published, for the message of the commit.
+        datasets_tag: the dataset that it was trained on.
+        local_path: a folder to keep the files in too.
+        adapter_card_kwargs: texts for the card.
+        metrics: names and values of metrics.
+        base_model: the base model's name on the Hub.
+        commit_message: first line of the commit.
+        **options: arguments of `push`.
+
+    Returns:
+        The address of the commit, or of the pull request.
+    """
+    words = dict(adapter_card_kwargs or {})
+    text = CardText(
+        base_model=base_model,
+        datasets=() if datasets_tag is None else (datasets_tag,),
+        results=dict(metrics or {}),
+        # the text in a card of AdapterHub
+        evaluation=words.pop("results", None),
+        **words,
+    )
+    message = commit_message or f"Upload {what}"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary if local_path is None else local_path)
+        write(folder)
+        return push(folder, repo_id, text=text, commit_message=message, **options)
 
 
 @names_call

@@ -327,8 +327,10 @@ def take_slice(t: Tensor, features: OutputSlice | None, dim: int) -> Tensor:
     return taken.flatten(dim, dim + 1)  # [.., groups · size, ..]
 
 
-def put_slice(t: Tensor, part: Tensor, features: OutputSlice, dim: int) -> Tensor:
-    """Return `t` with the part in the place that `take_slice` reads."""
+def put_slice(t: Tensor, part: Tensor, features: OutputSlice | None, dim: int) -> Tensor:
+    """Return `t` with the part in the place that `take_slice` reads; None: the part alone."""
+    if features is None:
+        return part
     dim %= t.dim()
     size = features.stop - features.start
     grouped = t.unflatten(dim, (features.groups, features.width))  # [.., groups, width, ..]
@@ -399,7 +401,7 @@ class FusedAdapters(WeightAdapter):
             so_far = y if met else untouched
             view = SlicedLayer(before, features, x, so_far)
             part = adapter(x, view)
-            y = part if features is None else put_slice(y, part, features, -1)
+            y = put_slice(y, part, features, -1)
         return y
 
     @classmethod
@@ -423,7 +425,7 @@ class FusedAdapters(WeightAdapter):
         """Return the fused layer's output, each row of the batch with its own adapters."""
         y = untouched = base(x)
         for label, children in _by_label(adapters).items():
-            features = adapters[0].slices[label] or _all_features(y)
+            features = adapters[0].slices[label]
             view = SlicedLayer(base, features, x, untouched)
             part = type(children[0]).forward_batched(children, groups, x, view)
             y = put_slice(y, part, features, -1)
@@ -432,32 +434,31 @@ class FusedAdapters(WeightAdapter):
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
         for label, features in self.slices.items():
-            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
-            part = adapter.merged_weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
-            w = put_slice(w, part, whole, -2)
+            own, view = take_slice(w, features, -2), SlicedLayer(base, features)
+            part = mergeable(self._modules[label]).merged_weight(own, view)
+            w = put_slice(w, part, features, -2)
         return w
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
         """Return the factors of all features: those of the children side by side, if all have."""
         found: list[tuple[Tensor, Tensor]] = []
         for label, features in self.slices.items():
-            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
-            own = adapter.low_rank_factors(take_slice(w, whole, -2), SlicedLayer(base, whole))
-            if own is None:
+            own, view = take_slice(w, features, -2), SlicedLayer(base, features)
+            factors = mergeable(self._modules[label]).low_rank_factors(own, view)
+            if factors is None:
                 return None
-            a, b = own
+            a, b = factors
             nothing = b.new_zeros(*b.shape[:-2], w.shape[-2], b.shape[-1])
-            found.append((a, put_slice(nothing, b, whole, -2)))
+            found.append((a, put_slice(nothing, b, features, -2)))
         # the ranks side by side
         return torch.cat([a for a, _ in found], -2), torch.cat([b for _, b in found], -1)
 
     def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias of all features, `[d_out]`."""
         for label, features in self.slices.items():
-            adapter = mergeable(self._modules[label])
-            whole = features or _all_features(b)
-            part = adapter.merged_bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
-            b = put_slice(b, part, whole, 0)
+            own, view = take_slice(b, features, 0), SlicedLayer(base, features)
+            part = mergeable(self._modules[label]).merged_bias(own, view)
+            b = put_slice(b, part, features, 0)
         return b
 
 
@@ -548,11 +549,6 @@ def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
         return True
     alike = (one.groups, one.width) == (other.groups, other.width)
     return not alike or (one.start < other.stop and other.start < one.stop)
-
-
-def _all_features(t: Tensor, dim: int = -1) -> OutputSlice:
-    size = t.shape[dim]
-    return OutputSlice(1, size, 0, size)
 
 
 class Packing:

@@ -22,13 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import compose_triton, low_rank, low_rank_triton
-from .bottleneck import (
-    DERIVATIVES,
-    FUNCTIONS,
-    bottleneck_torch,
-    bottleneck_torch_backward,
-    formula,
-)
+from .bottleneck import DERIVATIVES, FUNCTIONS, bottleneck_torch, bottleneck_torch_backward, formula
 from .ops import launch
 from .tiles_triton import FEW, Tile, cut, parted, precision, product
 

@@ -218,7 +218,7 @@ class SavedModulesConfig(CopyConfig):
                 )
         found = [s for p, s in sites.items() if p not in self.tied and _is_in(p, self.names)]
         for site in found:
-            if group := next((g for g in anatomy.shared_tables if site.path in g), ()):
+            if len(group := anatomy.sharing(site.path)) > 1:
                 raise SiteError(
                     f"modules_to_save: {listing(group)} share the table at {site.path!r}. Write "
                     f"trainable_token_indices=[…], or train_adapter(…, train_embeddings=True)."
@@ -506,8 +506,7 @@ def tables_in(
             f"rows of embeddings are to be trained, and this model has no {what}; embeddings: "
             f"{listing(tables) or 'none'}. Write {hint}."
         )
-    tied = {path: group for group in anatomy.shared_tables for path in group}
-    return list(dict.fromkeys(tied.get(path, (path,)) for path in found))
+    return list(dict.fromkeys(map(anatomy.sharing, found)))
 
 
 # --- the fields of a config ---
@@ -577,9 +576,7 @@ def tied_layers(config: AdapterConfig, anatomy: Anatomy) -> tuple[str, ...]:
     """
     if not config.get("ensure_weight_tying") or anatomy.own_table is None:
         return ()
-    own = anatomy.own_table
-    tables = next((group for group in anatomy.shared_tables if own in group), (own,))
-    return (*tables, *anatomy.tied)
+    return (*anatomy.sharing(anatomy.own_table), *anatomy.tied)
 
 
 @config_class

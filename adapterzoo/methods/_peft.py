@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import Check, Placement
+from adapterzoo.config import AdapterConfig, Check, Placement, checks
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.peft_arguments import PeftArgument
 
@@ -57,6 +57,17 @@ def ours(default: object, name: str, check: Check | None = None) -> PeftArgument
         check: the legal values in a file; None: files are read without the field.
     """
     return PeftArgument(default, name, check=check)
+
+
+def same_as(config: type[AdapterConfig], *names: str) -> Mapping[str, PeftArgument]:
+    """Return fields of PEFT with the names, defaults and legal values of ours.
+
+    Args:
+        config: our class.
+        *names: of the fields.
+    """
+    found = checks(config)
+    return {name: ours(found[name][1], name, found[name][0]) for name in names}
 
 
 # --- the sites of adapters that change a weight ---

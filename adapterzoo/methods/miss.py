@@ -39,10 +39,8 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, rows_of, unsayable, whole_width
+from ._peft import EXCLUDED, TARGETS, bias, only_native, rows_of, same_as, unsayable, whole_width
 from ._targets import TargetedConfig, check_site, check_size
-
-FORMS = Choice(True, False, "mini", "bat")
 
 
 @method_config("miss")
@@ -63,7 +61,7 @@ class MissConfig(TargetedConfig):
     training_fields = TargetedConfig.training_fields - {"init_weights"} | {"miss_dropout"}
 
     r: int = field(64, Range(1, MAX_WIDTH))
-    init_weights: bool | str = field(True, FORMS)
+    init_weights: bool | str = field(True, Choice(True, False, "mini", "bat"))
     mini_r: int = field(1, Range(1, MAX_WIDTH), needs="init_weights='mini'")
     miss_dropout: float = field(0.0, Share())
     init_weights_seed: int | None = field(None, SEED)
@@ -81,11 +79,6 @@ class MissConfig(TargetedConfig):
                 f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): it "
                 f"drops no features of the weight. Write miss_dropout=0.0."
             )
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """Whether D starts as zero."""
-        return self.init_weights is not False
 
     def shape_at(self, site: Site) -> tuple[int, ...]:
         """Return the shape of D at a site, without experts.
@@ -206,10 +199,7 @@ _ARGUMENTS = PeftArguments(
         **TARGETS,
         **EXCLUDED,
         **bias("MiSS_only", "miss_only"),
-        "r": ours(64, "r", Range(1, MAX_WIDTH)),
-        "init_weights": ours(True, "init_weights", FORMS),
-        "miss_dropout": ours(0.0, "miss_dropout", Share()),
-        "mini_r": ours(1, "mini_r", Range(1, MAX_WIDTH)),
+        **same_as(MissConfig, "r", "init_weights", "miss_dropout", "mini_r"),
     },
 )
 

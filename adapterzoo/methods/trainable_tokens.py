@@ -72,11 +72,6 @@ class TrainableTokensConfig(AdapterConfig):
     dtype: str | None = field(None, DTYPE)
 
     @property
-    def starts_as_identity(self) -> bool:
-        """Whether rows start as those of the table."""
-        return self.init_weights
-
-    @property
     def slot_fields(self) -> frozenset[str]:
         """All fields, as tokens and tables themselves are compared."""
         return frozenset(self.field_names())

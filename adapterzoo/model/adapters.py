@@ -16,15 +16,9 @@ from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, SiteError, StateError
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
-from adapterzoo.inject.building import (
-    at_hand,
-    build,
-    build_shared,
-    device_of,
-    inject_path,
-)
+from adapterzoo.inject.building import at_hand, build, build_shared, device_of, inject_path
 from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name
@@ -71,9 +65,9 @@ def add(
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
-        loaded = _in_float32(model, loaded)
+        loaded = in_float32(model, loaded)
     refuse_taken(model, name, overwrite_ok)
-    loaded, with_output = _for_model(model, loaded, in_file)
+    loaded, with_output = for_model(model, loaded, in_file)
     data: Collected = {}
     if not in_file:
         plans = (member.init_plan(model.anatomy) for member in loaded.members)
@@ -92,7 +86,7 @@ def add(
     bring_in(model, name, record, active, head)
 
 
-def _for_model(
+def for_model(
     model: AdaptedModel, config: AdapterConfig, in_file: bool = False
 ) -> tuple[AdapterConfig, bool]:
     """Return a config with what it means in a model, and whether the head's output gets a copy.
@@ -106,15 +100,6 @@ def _for_model(
         refuse_missing_layers(member, len(model.anatomy.blocks))
     config, with_output = copies.without_head(model, config)
     return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
-
-
-def supports(model: AdaptedModel, config: AdapterConfig) -> bool:
-    """Return whether `add` takes a config, with the data that its initial values may need."""
-    try:
-        make(model, _for_model(model, config)[0], torch.device("meta"))
-    except (ConfigError, SiteError, StateError):
-        return False
-    return True
 
 
 def init_values(
@@ -240,10 +225,10 @@ def eject(model: AdaptedModel, name: str) -> None:
     if members == list(config.members):
         raise StateError(f"{name!r} has no network to eject, as a prefix with flat=False has.")
     ejected = members[0] if len(members) == 1 else ConfigUnion(*members)
-    _set_config(model, name, make(model, ejected, torch.device("meta")))
+    set_config(model, name, make(model, ejected, torch.device("meta")))
 
 
-def _set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
+def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
     """Give an adapter the config and the placements of one with the same modules."""
     record = model._adapter_state.records[name]
     places = {**record.places, **made.places}
@@ -399,7 +384,7 @@ def remove_all(model: AdaptedModel) -> None:
 # --- inspect and move ---
 
 
-def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
+def in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the config with float32 parameters over layers in half precision.
 
     As in PEFT, copies of layers (`modules_to_save`, norms, heads) and biases keep the dtype of
@@ -412,22 +397,6 @@ def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
         for c in config.members
     ]
     return members[0] if len(members) == 1 else ConfigUnion(*members)
-
-
-def to_float32(model: AdaptedModel, name: str) -> None:
-    """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
-    before = model._adapter_state.find(name).config
-    config = _in_float32(model, before)
-    if config == before:
-        return
-    made = make(model, config, torch.device("meta"))
-    modules = dict(modules_of(model, name))
-    for path, like in made.coming.items():
-        for find in (nn.Module.named_parameters, nn.Module.named_buffers):
-            own = dict(find(modules[path]))
-            for key, tensor in find(like):
-                own[key].data = own[key].data.to(tensor.dtype)
-    _set_config(model, name, made)
 
 
 def move(

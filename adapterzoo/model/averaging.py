@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.averaging import STRATEGIES, Combination, weighted, weighted_sum
 from adapterzoo.config import FLAG, MAX_WIDTH, SEED, AdapterConfig, Check, Choice, Density, Range
-from adapterzoo.contracts import FactoredAdapter, upcast
+from adapterzoo.contracts import upcast
 from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
 from adapterzoo.inject.building import at_hand
 from adapterzoo.methods import generator, undrawn
@@ -35,16 +35,6 @@ _OPTIONS: Mapping[str, tuple[Check, object, object]] = {
     "svd_driver": (Choice("gesvd", "gesvdj", "gesvda"), "gesvd", None),
     "seed": (SEED, 0, None),
 }
-
-
-def have_factors(model: AdaptedModel, names: Sequence[str]) -> bool:
-    """Return whether any of some adapters has low-rank factors.
-
-    Raises:
-        UnknownNameError: an adapter is unknown.
-    """
-    modules = [module for name in names for _, module in modules_of(model, name)]
-    return any(isinstance(part, FactoredAdapter) for each in modules for part in each.modules())
 
 
 def combination(name: str, **options: Any) -> Combination:

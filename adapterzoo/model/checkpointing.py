@@ -129,21 +129,6 @@ def save_adapter(
         write(model, folder, stored, "adapter", format)
 
 
-def check_saving(
-    model: AdaptedModel, names: Iterable[str], format: str, with_head: bool = True
-) -> None:
-    """Check that a format can express adapters, before the first of them is written.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
-    # the native format can express all
-    for name in names if format != "native" else ():
-        stored = checkpoint_of(model, name, with_head, None, format)
-        _refuse_sharded(model, format)
-        formats.encoded(stored, "adapter", format, ModelInfo(model))
-
-
 def checkpoint_of(
     model: AdaptedModel, name: str, with_head: bool, meta: Mapping[str, Any] | None, format: str
 ) -> Checkpoint:
@@ -425,13 +410,18 @@ def write(
     """
     info = ModelInfo(model)
     if kind != "adapter_fusion":
-        _refuse_sharded(model, format)
+        refuse_sharded(model, format)
     adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
     whole = dataclasses.replace(stored, adapter=adapter, head=head)
     sharding.in_first_process(model, lambda: formats.write(Path(folder), whole, kind, format, info))
 
 
-def _refuse_sharded(model: AdaptedModel, format: str) -> None:
+def refuse_sharded(model: AdaptedModel, format: str) -> None:
+    """Refuse to write a model whose weights are sharded in a format that reads them.
+
+    Raises:
+        StateError: it is sharded.
+    """
     if format != "native":
         # for adapters and heads these formats read weights of the base model, in one process
         sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")

@@ -10,7 +10,6 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -22,9 +21,9 @@ from torch import Tensor
 from adapterzoo import formats, inject
 from adapterzoo.averaging import STRATEGIES
 from adapterzoo.composition import parse
-from adapterzoo.config import MAX_WIDTH, AdapterConfig, Choice, Placement, Range
+from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, StateError, argument, listing
+from adapterzoo.errors import ConfigError, StateError, argument
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand
@@ -289,38 +288,7 @@ _EMBEDDINGS = (
 )
 
 
-def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
-    """Let adapters that are loaded from now on be slots of a rank.
-
-    Args:
-        model: with adapters, or without.
-        rank: the largest of all adapters.
-        check_compiled: what to do if the model already has adapters, which become slots too:
-            raise an "error", "warn", or "ignore" it.
-
-    Raises:
-        ConfigError: an argument is not legal, or the rank of an adapter is larger.
-        StateError: the model has adapters, or one of them is in use.
-    """
-    Range(1, MAX_WIDTH)("hotswap", "target_rank", rank, 128)
-    Choice("error", "warn", "ignore")("hotswap", "check_compiled", check_compiled, "error")
-    records = model._adapter_state.records
-    if records and check_compiled != "ignore":
-        text = (
-            f"the sizes of {listing(records)} change, so that a compiled model compiles again. "
-            f"Write it before the first adapter is loaded, or check_compiled='ignore'."
-        )
-        if check_compiled == "error":
-            raise StateError(text)
-        warnings.warn(text, UserWarning, stacklevel=3)
-    for name in records:
-        _with_rank(model, name, rank)
-    for name in tuple(records):
-        to_rank(model, name, rank)
-    model._adapter_state.slot_rank = rank
-
-
-def _with_rank(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
+def with_rank(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     """Return the config of an adapter after `to_rank`.
 
     Raises:
@@ -342,7 +310,7 @@ def to_rank(model: AdaptedModel, name: str, rank: int) -> None:
         ConfigError: its rank is larger.
         StateError: the model is sharded, or the adapter is in use.
     """
-    config, record = _with_rank(model, name, rank), model._adapter_state.find(name)
+    config, record = with_rank(model, name, rank), model._adapter_state.find(name)
     if config == record.config:
         return
     with torch.random.fork_rng(devices=()):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
@@ -316,40 +315,6 @@ class AdapterModelMixin:
         return conversion.convert(
             self, adapter_name, to, Size(rank, energy), new_name, overwrite_ok, set_active, inputs
         )
-
-    def add_weighted_adapter(
-        self,
-        adapters: Sequence[str],
-        weights: Sequence[float],
-        adapter_name: str,
-        combination_type: str | None = None,
-        svd_rank: int | None = None,
-        svd_clamp: float | None = None,
-        svd_full_matrices: bool = False,
-        svd_driver: str | None = None,
-        density: float | None = None,
-        majority_sign_method: str = "total",
-        seed: int | None = None,
-    ) -> None:
-        """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
-
-        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt";
-        None is "svd", or "linear" of methods without low-rank factors, such as (IA)³.
-        Other arguments and all errors are those of `average_adapter`.
-
-        Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
-        √r times too large; a single adapter is combined as `combination_type` says; a name that is
-        taken is an error; with `rank_pattern` each layer keeps its rank.
-        """
-        # PEFT's meaning of the word has another name here
-        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type or "svd"
-        if combination_type is None and not averaging.have_factors(self, adapters):
-            strategy = "linear"
-        averaging.average(
-            self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
-            svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
-            majority_sign_method=majority_sign_method, seed=seed,
-        )  # fmt: skip
 
     def adapter_to(
         self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None

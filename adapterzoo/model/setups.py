@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -133,12 +132,6 @@ def push(
     repo_id: str,
     name: object,
     *,
-    datasets_tag: str | None,
-    local_path: str | os.PathLike[str] | None,
-    adapter_card_kwargs: Mapping[str, Any] | None,
-    metrics: Mapping[str, float] | None,
-    base_model: str | None,
-    commit_message: str | None,
     saving: Mapping[str, Any],
     is_setup: bool = False,
     **options: Any,
@@ -149,15 +142,9 @@ def push(
         model: with adapters.
         repo_id: `user/repository`.
         name: of the adapter; or a composition, which is saved as a setup.
-        datasets_tag: the dataset that it was trained on.
-        local_path: a folder to keep the files in too.
-        adapter_card_kwargs: texts for the card.
-        metrics: names and values of metrics.
-        base_model: the base model's name on the Hub.
-        commit_message: first line of the commit.
         saving: arguments of `save_adapter`, or of `save`.
         is_setup: whether a setup is published.
-        **options: arguments of `hub.push`.
+        **options: arguments of `hub.publish`.
 
     Returns:
         The address of the commit, or of the pull request.
@@ -165,21 +152,12 @@ def push(
     sharding.refuse_if_sharded(
         model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
     )
-    words = dict(adapter_card_kwargs or {})
-    text = hub.CardText(
-        base_model=base_model,
-        datasets=() if datasets_tag is None else (datasets_tag,),
-        results=dict(metrics or {}),
-        # the text in a card of AdapterHub
-        evaluation=words.pop("results", None),
-        **words,
-    )
-    what = "adapter setup" if is_setup else "adapter"
-    message = commit_message or f"Upload {what} {name!r}"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary if local_path is None else local_path)
+
+    def write(folder: Path) -> None:
         if is_setup:
             save(model, folder, name, **saving)
         else:
             checkpointing.save_adapter(model, folder, str(name), **saving)
-        return hub.push(folder, repo_id, text=text, commit_message=message, **options)
+
+    what = f"{'adapter setup' if is_setup else 'adapter'} {name!r}"
+    return hub.publish(write, repo_id, what, **options)

@@ -266,23 +266,6 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
     model._adapter_state.anatomy = None
 
 
-@contextmanager
-def trainable_when_quantized(model: Any) -> Iterator[None]:
-    """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
-
-    Args:
-        model: in the context, it does not report that it is quantized.
-    """
-    quantized_before = getattr(model, "is_quantized", False)
-    if quantized_before:
-        model.is_quantized = False
-    try:
-        yield
-    finally:
-        if quantized_before:
-            model.is_quantized = True
-
-
 # --- fingerprints ---
 
 

@@ -9,8 +9,7 @@ from driver import ClientError
 from server import Fault
 from transformers import BertConfig
 
-from adapterzoo import AdapterConfig, AutoAdapterModel
-from adapterzoo.formats.adapterhub import get_adapter_config_hash
+from adapterzoo import AdapterConfig, AutoAdapterModel, get_adapter_config_hash
 
 # the hashes that the index of AdapterHub has for these two configs
 PFEIFFER, HOULSBY = "9076f36a74755ac4", "b1017368d7a97b11"

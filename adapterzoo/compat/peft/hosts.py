@@ -23,9 +23,10 @@ from adapterzoo.errors import ConfigError, FieldError, names_call
 from adapterzoo.model import AdapterModelMixin, training
 from adapterzoo.model.activation import refuse_taken
 from adapterzoo.model.hf.info import name_of
-from adapterzoo.peft_arguments import PEFT_VERSION, also_named, is_peft
+from adapterzoo.peft_arguments import PEFT_VERSION
 
 from . import saving
+from .arguments import also_named, is_peft
 from .methods import DEFAULT
 from .model import (
     InjectedModel,

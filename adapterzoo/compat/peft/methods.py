@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from adapterzoo import formats
 from adapterzoo.anatomy import in_whole
+from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
-from adapterzoo.config import FLAG, AdapterConfig
+from adapterzoo.config import FLAG, MAX_WIDTH, AdapterConfig, Choice, Range
+from adapterzoo.contracts import FactoredAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateError, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats import peft as format_of_peft
@@ -31,6 +33,7 @@ from adapterzoo.inject.building import plain_modules
 from adapterzoo.model import (
     AdapterModelMixin,
     adapters,
+    averaging,
     checkpointing,
     hotswap,
     merging,
@@ -61,13 +64,13 @@ from adapterzoo.peft_arguments import (
     COMMON,
     TASK_TYPES,
     PeftArguments,
-    also_named,
     class_of,
     classes_of_peft,
-    is_peft,
     translated,
 )
 from adapterzoo.spelling import PeftSpelling, peft_spellings
+
+from .arguments import also_named, is_peft
 
 # --- config objects of PEFT as configs here; PEFT itself is never imported ---
 
@@ -497,6 +500,40 @@ class PeftMethods:
         if first is not None:
             training.train_alone(self, name, unfreezes=not first.inference_mode)
 
+    def add_weighted_adapter(
+        self: Any,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str | None = None,
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = False,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+        seed: int | None = None,
+    ) -> None:
+        """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
+
+        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt";
+        None is "svd", or "linear" of methods without low-rank factors, such as (IA)³.
+        Other arguments and all errors are those of `average_adapter`.
+
+        Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
+        √r times too large; a single adapter is combined as `combination_type` says; a name that is
+        taken is an error; with `rank_pattern` each layer keeps its rank.
+        """
+        # PEFT's meaning of the word has another name here
+        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type or "svd"
+        if combination_type is None and not _have_factors(self, adapters):
+            strategy = "linear"
+        averaging.average(
+            self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
+            majority_sign_method=majority_sign_method, seed=seed,
+        )  # fmt: skip
+
     delete_adapter = also_named(adapter_names="adapter_name")(_mixin.delete_adapter)
     merge_adapter = also_named(adapter_names="name")(_mixin.merge_adapter)
 
@@ -641,7 +678,22 @@ class PeftMethods:
             ConfigError: an argument is not legal, or the rank of an adapter is larger.
             StateError: the model has adapters, or one of them is in use.
         """
-        hotswap.enable_slots(self, target_rank, check_compiled)
+        Range(1, MAX_WIDTH)("hotswap", "target_rank", target_rank, 128)
+        Choice("error", "warn", "ignore")("hotswap", "check_compiled", check_compiled, "error")
+        records = self._adapter_state.records
+        if records and check_compiled != "ignore":
+            text = (
+                f"the sizes of {listing(records)} change, so that a compiled model compiles again. "
+                f"Write it before the first adapter is loaded, or check_compiled='ignore'."
+            )
+            if check_compiled == "error":
+                raise StateError(text)
+            warnings.warn(text, UserWarning, stacklevel=2)
+        for name in records:
+            hotswap.with_rank(self, name, target_rank)
+        for name in tuple(records):
+            hotswap.to_rank(self, name, target_rank)
+        self._adapter_state.slot_rank = target_rank
 
 
 def _add_from_peft(
@@ -659,6 +711,16 @@ def _add_from_peft(
     if is_frozen:
         for parameter in parameters_of(self, adapter_name):
             parameter.requires_grad_(False)
+
+
+def _have_factors(model: AdaptedModel, names: Sequence[str]) -> bool:
+    """Return whether any of some adapters has low-rank factors.
+
+    Raises:
+        UnknownNameError: an adapter is unknown.
+    """
+    modules = [module for name in names for _, module in modules_of(model, name)]
+    return any(isinstance(part, FactoredAdapter) for each in modules for part in each.modules())
 
 
 def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str, nn.Module]:

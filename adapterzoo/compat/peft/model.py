@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.hub import PushToHubMixin
 
-from adapterzoo import hub
+from adapterzoo import formats, hub
 from adapterzoo.anatomy import in_whole, unwrapped
 from adapterzoo.composition import Composition
 from adapterzoo.config import change_forms
@@ -46,13 +46,13 @@ from adapterzoo.model.conversion import Size
 from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
-from adapterzoo.model.hf.info import name_of
+from adapterzoo.model.hf.info import ModelInfo, name_of
 from adapterzoo.model.hf.init_data import InitData, collected
-from adapterzoo.model.state import base_prefix, dtype_of, modules_of, parameters_of
+from adapterzoo.model.state import AdaptedModel, base_prefix, dtype_of, modules_of, parameters_of
 from adapterzoo.patterns import around
-from adapterzoo.peft_arguments import also_named, is_peft
 
 from . import layers, saving, standins, status
+from .arguments import also_named, is_peft
 from .classes import PeftConfig, from_values, plain_value
 from .methods import (
     DEFAULT,
@@ -364,7 +364,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         # a hotswap leaves the places, and the dtype of the slot
         is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
         if autocast_adapter_dtype and is_new:
-            adapters.to_float32(own, adapter_name)
+            _to_float32(own, adapter_name)
         return LoadResult([], [])
 
     @names_call
@@ -458,7 +458,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         own = cast("Any", self)
         heads = {n: has_head(own, n) if with_head is None else with_head for n in names}
         for name in names if len(names) > 1 else ():
-            checkpointing.check_saving(own, [name], format, heads[name])
+            _check_saving(own, name, format, heads[name])
         is_peft_format = format == "peft" and not sharding.groups_of(self)
         tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
         for name in names if is_main_process else ():
@@ -694,6 +694,35 @@ def as_peft(model: Any, mixin: Any = PeftModel) -> Any:
         for each in mixin.__mro__[:-1]:
             owned.own(model, each, *([owned.WHOLE] if each is PeftModel else []))
     return model
+
+
+def _check_saving(model: AdaptedModel, name: str, format: str, with_head: bool) -> None:
+    """Check that a format can express an adapter, before the first of several is written.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    # the native format can express all
+    if format != "native":
+        stored = checkpointing.checkpoint_of(model, name, with_head, None, format)
+        checkpointing.refuse_sharded(model, format)
+        formats.encoded(stored, "adapter", format, ModelInfo(model))
+
+
+def _to_float32(model: AdaptedModel, name: str) -> None:
+    """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
+    before = model._adapter_state.find(name).config
+    config = adapters.in_float32(model, before)
+    if config == before:
+        return
+    made = adapters.make(model, config, torch.device("meta"))
+    modules = dict(modules_of(model, name))
+    for path, like in made.coming.items():
+        for find in (nn.Module.named_parameters, nn.Module.named_buffers):
+            own = dict(find(modules[path]))
+            for key, tensor in find(like):
+                own[key].data = own[key].data.to(tensor.dtype)
+    adapters.set_config(model, name, made)
 
 
 def _trainers_know_models() -> bool:

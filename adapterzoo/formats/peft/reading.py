@@ -40,12 +40,7 @@ from adapterzoo.anatomy import HEAD, Anatomy, Site
 from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.formats.checkpoint import (
-    method_of,
-    places_of,
-    shared_key,
-    short,
-)
+from adapterzoo.formats.checkpoint import method_of, places_of, shared_key, short
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import OWN_OUTPUT, STATIC
@@ -378,12 +373,12 @@ def read_adapter(
                 f"{AGAIN}."
             ) from error
     # modules that share a table have the same rows
-    tied = {path: group for group in info.anatomy.shared_tables for path in group}
-    rows = {same: rows[path] for path in rows for same in tied.get(path, (path,))}
+    sharing = info.anatomy.sharing
+    rows = {same: rows[path] for path in rows for same in sharing(path)}
     if is_tied:
-        read = {same: read[path] for path in read for same in tied.get(path, (path,))}
+        read = {same: read[path] for path in read for same in sharing(path)}
         copied = extras.copies
-        extras.copies = {p: copied[path] for path in copied for p in tied.get(path, (path,))}
+        extras.copies = {same: copied[path] for path in copied for same in sharing(path)}
     found: dict[str, Tensor] = {}
     for place in places_of(config, info.anatomy):
         path, kind = place.path, FIELD_AT.get(place.placement.location)
@@ -817,7 +812,7 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
         found["modules_to_save"] = exactly(extras.copies) if names is None else list(names)
     if extras.rows:
         table = anatomy.own_table
-        alike = next((group for group in anatomy.shared_tables if table in group), (table,))
+        alike = () if table is None else anatomy.sharing(table)
         tokens = {path: list(ids) for path, (ids, _) in extras.rows.items()}
         first, is_own = next(iter(tokens.values())), {*tokens} <= {*alike}
         if spelling.rows_field:

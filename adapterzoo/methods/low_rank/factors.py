@@ -53,15 +53,7 @@ from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upca
 from adapterzoo.errors import CompositionError, ConfigError, StateError
 from adapterzoo.kernels.low_rank import shrink
 from adapterzoo.kernels.ops import exactly
-from adapterzoo.methods._init import (
-    DTYPE,
-    constant,
-    drawn,
-    dtype_named,
-    generator,
-    kaiming,
-    normal,
-)
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, kaiming, normal
 from adapterzoo.methods._targets import (
     RANK,
     SIZES,

@@ -49,11 +49,6 @@ class LoHaConfig(LycorisConfig):
 
     init_weights: bool = True
 
-    @property
-    def starts_as_identity(self) -> bool:
-        """Whether w2_b starts as zero."""
-        return self.init_weights
-
 
 class LoHa(Lycoris):
     """y = base(x) + s · ((w1_a w1_b) ⊙ (w2_a w2_b)) x.

@@ -29,18 +29,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import (
-    FLAG,
-    MAX_WIDTH,
-    Choice,
-    Either,
-    Range,
-    field,
-    method_config,
-)
+from adapterzoo.config import MAX_WIDTH, Choice, Either, Range, field, method_config
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._peft import ours
+from adapterzoo.methods._peft import same_as
 from adapterzoo.spelling import KERNEL, spelled
 
 from .lycoris import THIRD, Lycoris, LycorisConfig, peft_spelling, tucker
@@ -65,11 +57,6 @@ class LoKrConfig(LycorisConfig):
     decompose_factor: int = field(-1, Either(Choice(-1), Range(1, MAX_WIDTH)))
     rank_dropout_scale: bool = False
     init_weights: bool | str = field(True, Choice(True, False, "lycoris"))
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """Whether a matrix starts as zero."""
-        return self.init_weights is not False
 
 
 class LoKr(Lycoris):
@@ -244,11 +231,7 @@ spelled(
         "LOKR",
         "LoKrConfig",
         [*(name for side in _FORMS for form in side for name in form), "lokr_t2"],
-        {
-            "decompose_both": ours(False, "decompose_both", FLAG),
-            "decompose_factor": ours(-1, "decompose_factor", Range(-1, MAX_WIDTH)),
-            "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
-        },
+        same_as(LoKrConfig, "decompose_both", "decompose_factor", "rank_dropout_scale"),
         convolution_shapes={"lokr_w2": KERNEL, "lokr_t2": THIRD},
     )
 )(LoKrConfig)

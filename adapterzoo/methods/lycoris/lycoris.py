@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import (
-    FACTOR,
-    FLAG,
-    SEED,
-    AdapterConfig,
-    Placement,
-    Share,
-    config_class,
-    field,
-)
+from adapterzoo.config import FACTOR, SEED, AdapterConfig, Placement, Share, config_class, field
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
-from adapterzoo.methods._peft import EXCLUDED, TARGETS, ignored, ours, refuse_ignored, unsayable
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    TARGETS,
+    ignored,
+    ours,
+    refuse_ignored,
+    same_as,
+    unsayable,
+)
 from adapterzoo.methods._targets import (
     RANK,
     SIZES,
@@ -195,13 +194,6 @@ def _third(t: Tensor, site: Site) -> Tensor:
 THIRD = ConvolutionShape(lambda t, _layer: t.flatten(2), _third)
 """`[r, r, kernel]`, in PEFT's files `[r, r, *kernel]`."""
 
-FIELDS = {
-    "r": ours(8, "r", RANK),
-    "alpha": ours(8.0, "alpha", FACTOR),
-    "rank_dropout": ours(0.0, "rank_dropout", Share()),
-    "module_dropout": ours(0.0, "module_dropout", Share()),
-}
-
 
 def peft_spelling(
     peft_type: str,
@@ -222,11 +214,12 @@ def peft_spelling(
     arguments = {
         **TARGETS,
         **EXCLUDED,
-        **FIELDS,
+        **same_as(
+            LycorisConfig, "r", "alpha", "rank_dropout", "module_dropout", "use_effective_conv2d"
+        ),
         **extra,
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
-        "use_effective_conv2d": ours(False, "use_effective_conv2d", FLAG),
         "init_weights": ours(True, "init_weights"),
     }
     return lambda config: PeftSpelling(

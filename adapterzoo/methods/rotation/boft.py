@@ -37,6 +37,7 @@ from adapterzoo.methods._peft import (
     not_plain_2d,
     ours,
     refuse_ignored,
+    same_as,
     unsayable,
 )
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
@@ -105,11 +106,6 @@ class BOFTConfig(TargetedConfig):
         name = f"boft_block_{'num' if num else 'size'}"
         check_size(self, site, name, asked, legal, "", "boft_n_butterfly_factor=1")
         return legal[asked]
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """Whether R starts as zero and the scale as one."""
-        return self.init_weights
 
 
 class BOFT(Rotating):
@@ -185,9 +181,8 @@ _ARGUMENTS = PeftArguments(
         **STORED,
         **bias("boft_only"),
         "boft_block_size": ours(4, "boft_block_size", Range(0, MAX_WIDTH)),
-        "boft_block_num": ours(0, "boft_block_num", Range(0, MAX_WIDTH)),
         "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor", Range(1, 30)),
-        "boft_dropout": ours(0.0, "boft_dropout", Share()),
+        **same_as(BOFTConfig, "boft_block_num", "boft_dropout"),
         "init_weights": ours(True, "init_weights"),
     },
 )

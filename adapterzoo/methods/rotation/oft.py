@@ -27,7 +27,6 @@ from torch.nn.functional import fold, unfold
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import (
-    FLAG,
     MAX_WIDTH,
     SEED,
     Choice,
@@ -53,6 +52,7 @@ from adapterzoo.methods._peft import (
     ignored,
     not_plain_2d,
     ours,
+    same_as,
     unsayable,
 )
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
@@ -60,8 +60,6 @@ from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
 from .rotating import Rotating, block_sizes, dropped
-
-TERMS = Range(2, 64)
 
 
 def rotated_features(site: Site) -> int:
@@ -98,7 +96,7 @@ class OFTConfig(TargetedConfig):
     oft_block_size: int = field(32, Range(0, MAX_WIDTH))
     block_share: bool = False
     use_cayley_neumann: bool = True
-    num_cayley_neumann_terms: int = field(5, TERMS, needs="use_cayley_neumann=True")
+    num_cayley_neumann_terms: int = field(5, Range(2, 64), needs="use_cayley_neumann=True")
     coft: bool = False
     eps: float = field(6e-5, Positive(), needs="coft=True")
     module_dropout: float = field(0.0, Share())
@@ -138,11 +136,6 @@ class OFTConfig(TargetedConfig):
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
         check_size(self, site, name, asked, legal, ", oft_block_size=0" if self.r else "")
         return legal[asked], width // legal[asked]
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """Whether S starts as zero."""
-        return self.init_weights
 
 
 def skew(vectors: Tensor, b: int) -> Tensor:
@@ -314,18 +307,14 @@ _ARGUMENTS = PeftArguments(
         **EXCLUDED,
         **STORED,
         **bias("oft_only"),
-        "r": ours(0, "r", Range(0, MAX_WIDTH)),
-        "module_dropout": ours(0.0, "module_dropout", Share()),
-        "block_share": ours(False, "block_share", FLAG),
-        "use_cayley_neumann": ours(True, "use_cayley_neumann", FLAG),
-        "num_cayley_neumann_terms": ours(5, "num_cayley_neumann_terms", TERMS),
-        "coft": ours(False, "coft", FLAG),
-        "eps": ours(6e-5, "eps", Positive()),
-        "oft_block_size": ours(32, "oft_block_size", Range(0, MAX_WIDTH)),
+        **same_as(
+            OFTConfig, "r", "module_dropout", "block_share", "use_cayley_neumann",
+            "num_cayley_neumann_terms", "coft", "eps", "oft_block_size",
+        ),
         "init_weights": ours(True, "init_weights"),
     },
     implied={"convention": "peft"},
-)
+)  # fmt: skip
 # the first release of PEFT with today's Neumann series
 _RELEASE = "0.18.0"
 

@@ -1,32 +1,27 @@
 """Convert an adapter to a method whose adapters can make any change of a weight.
 
 The change ΔW of each weight is written as B A: with the factors of the method where it has them,
-else with those of a truncated SVD. A certificate says what the conversion changes. For methods that
-do not exist here, PEFT computes the changes; it is not required otherwise.
+else with those of a truncated SVD. A certificate says what the conversion changes.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from adapterzoo import inject
-from adapterzoo.anatomy import OutputSlice, Site, in_whole
+from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.averaging import Truncated, truncated
 from adapterzoo.composition import parse
 from adapterzoo.config import MAX_WIDTH, AdapterConfig, Density, Maybe, Range, change_forms
-from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
+from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype
+from adapterzoo.errors import ConfigError, StateError, in_python
 from adapterzoo.inject.building import at_hand, inject_path
-from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, stores_transposed, take_slice
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, take_slice
 from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make
@@ -36,7 +31,6 @@ from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
-    base_prefix,
     config_of,
     dtype_of,
     layer_in,
@@ -83,25 +77,6 @@ class Size(NamedTuple):
         """
         Maybe(Range(1, MAX_WIDTH))("convert", "rank", self.rank, 8)
         Maybe(Density())("convert", "energy", self.energy, 0.99)
-
-
-class Foreign(NamedTuple):
-    """An adapter of another library on the same base model.
-
-    Attributes:
-        method: its name there.
-        changes: key of each changed parameter → its change as the layer stores it, in the widest
-            dtype.
-        inputs: arguments of a call.
-        outputs: those of the call.
-        are_given: whether the user gave the inputs.
-    """
-
-    method: str
-    changes: Mapping[str, Tensor]
-    inputs: Mapping[str, Any]
-    outputs: list[Tensor]
-    are_given: bool
 
 
 Changes = Callable[[], Iterable[Change]]
@@ -177,56 +152,7 @@ def converted(
     refuse_merged(model, name)
     refuse_other(model, name)
     config = form.at_sites_of(model._adapter_state.find(name).config, model.anatomy)
-    return _made(model, config, lambda: _changes(model, modules_of(model, name)), size)
-
-
-@torch.no_grad()
-def add_changes(
-    model: AdaptedModel, name: str, foreign: Foreign, to: str, size: Size
-) -> Certificate:
-    """Add an adapter that makes the changes of an adapter of another library.
-
-    Args:
-        model: with adapters.
-        name: of the new adapter.
-        foreign: the changes.
-        to: the method.
-        size: how much of them to keep.
-
-    Raises:
-        ConfigError: a value is not legal.
-        StateError: a change is not that of the weight of a layer that can have adapters.
-    """
-    form = change_forms.find(to)
-    size.check()
-    check_name(name)
-    refuse_taken(model, name, overwrite_ok=False)
-    layers = [site for site in model.anatomy if site.parameter is None]
-    start = base_prefix(model)
-    # merged by PEFT, a tied layer changes its table too
-    layers += [site for site in model.anatomy.named if site.path not in model.anatomy.tied]
-    paths = {in_whole(site.path, start): site.path for site in layers}
-    changes = []
-    for key, value in foreign.changes.items():
-        whole, _, parameter = key.rpartition(".")
-        path = paths.get(whole)
-        if parameter != "weight" or path is None:
-            raise StateError(
-                f"the adapter changes {key!r}, which is not the weight of a layer that can be "
-                f"adapted. Write peft_model.merge_and_unload() instead."
-            )
-        transposed = stores_transposed(layer_in(model, path))
-        changes.append(Change(path, None, value.mT if transposed else value))
-    made, reports = _made(
-        model, form.at_layers([change.path for change in changes]), lambda: changes, size
-    )
-    plain = outputs(model, None, None, foreign.inputs)
-    bring_in(model, name, made, active=False)
-    after = outputs(model, name, None, foreign.inputs)
-    return Certificate(
-        name, foreign.method, to, tuple(reports), "given" if foreign.are_given else "random",
-        difference(foreign.outputs, after), difference(foreign.outputs, plain),
-    )  # fmt: skip
+    return with_changes(model, config, lambda: _changes(model, modules_of(model, name)), size)
 
 
 def refuse_other(model: AdaptedModel, name: str) -> None:
@@ -271,7 +197,7 @@ def _changes(model: AdaptedModel, modules: Iterable[tuple[str, Adapter]]) -> Ite
                 raise StateError(f"at {path!r}: {error}") from error
 
 
-def _made(
+def with_changes(
     model: AdaptedModel, config: Any, changes: Changes, size: Size
 ) -> tuple[AdapterRecord, list[LayerReport]]:
     """Return the new adapter, which is not yet in the model, and the report of each weight.
@@ -462,63 +388,3 @@ def _tokens(text: Any, count: int, source: torch.Generator) -> Tensor:
         # BART and T5 classify at the end of the text
         ids[:, -1] = end
     return ids
-
-
-_TENSORS = "adapter_model.safetensors"
-
-
-def changes_by_peft(
-    plain: Any, folder: Path, method: str, inputs: Mapping[str, Any], are_given: bool
-) -> Foreign:
-    """Load an adapter with PEFT, and compare the merged weights with those of the base model.
-
-    Args:
-        plain: the base model of transformers, without adapters; it does not change.
-        folder: of the adapter.
-        method: its name in PEFT.
-        inputs: arguments of a call.
-        are_given: whether the user gave them.
-
-    Raises:
-        CheckpointError: PEFT cannot load or merge the adapter.
-        ConfigError: PEFT is not installed.
-    """
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(f"{method!r} needs PEFT. Write pip install peft.") from error
-    if not (folder / _TENSORS).is_file():
-        raise CheckpointError(f"{str(folder)!r} has no {_TENSORS}. Save it again with PEFT.")
-    base = copy.deepcopy(plain)
-    # so that the difference of the weights is exact
-    wide = widest(next(plain.parameters()).device)
-    # a tied table by all its names
-    before = {key: p.detach().to(wide) for key, p in plain.named_parameters(remove_duplicate=False)}
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            theirs = peft.PeftModel.from_pretrained(base, folder).eval()
-            found = plain_outputs(theirs, inputs)
-            merged = theirs.to(wide).merge_and_unload()
-    except AdapterZooError:
-        raise
-    # PEFT raises errors of every kind: for prompts, for layers that the model lacks, …
-    except (ArithmeticError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
-            ValueError, AttributeError) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"PEFT cannot merge the {method} adapter in {str(folder)!r} into this model "
-            f"({type(error).__name__}: {reason}). Use it with PEFT in its own base model."
-        ) from error
-    after = dict(merged.named_parameters(remove_duplicate=False))
-    changes = {
-        key: p.detach().to(wide) - before[key]
-        for key, p in after.items()
-        if key in before and not torch.equal(p.to(wide), before[key])
-    }
-    if not changes:
-        raise CheckpointError(
-            f"the {method} adapter in {str(folder)!r} changes no weight of this model. "
-            f"Write the base model that it was trained on."
-        )
-    return Foreign(method, changes, inputs, found, are_given)

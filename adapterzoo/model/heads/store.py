@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateNameError,
-    argument,
-    in_python,
-)
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, in_python
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_bits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -57,29 +57,6 @@ def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -
 
 def _home(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
-    """Return a batch with the texts of `adapter_names` and `task_ids`, one for each row.
-
-    transformers' collators drop texts, or fail on them.
-
-    Args:
-        collator: makes the batch.
-        rows: of the dataset.
-    """
-    first = rows[0] if isinstance(rows[0], Mapping) else {}
-    texts = {
-        key: [row[key] for row in rows]
-        for key in ("adapter_names", "task_ids")
-        if key in first and any(isinstance(row[key], str) for row in rows)
-    }
-    home = getattr(collator, "__module__", "")
-    if texts and home.startswith("transformers."):
-        rows = [{k: v for k, v in row.items() if k not in texts} for row in rows]
-    batch = collator(rows)
-    batch.update({key: values for key, values in texts.items() if key not in batch})
-    return batch
 
 
 def refuse_trained(model: Any, name: str, parameters: Iterable[nn.Parameter]) -> None:
