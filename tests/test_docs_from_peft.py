@@ -116,7 +116,7 @@ def methods_of_one_layer(model, folder):
     assert [*other.lora_A] == [*model.adapters_config] == ["default"]
 
 
-@row('`LoraConfig(init_lora_weights="lora_ga")`, or "mica"')
+@row('`LoraConfig(init_lora_weights="lora_ga")`, or `"mica"`')
 def initial_values(model, folder):
     for name in ("lora_ga", "mica"):
         with pytest.raises(ConfigError, match=f"init_weights='{name}'"):

@@ -14,7 +14,7 @@ from families import tiny_config, tiny_inputs
 from snapshots import bits
 
 from adapterzoo import AutoAdapterModel, Fuse
-from adapterzoo.config import AdapterConfig, config_strings
+from adapterzoo.config import AdapterConfig, architectures, config_strings
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.heads import HeadConfig, head_types
 from adapterzoo.methods.fusion import AdapterFusionConfig
@@ -64,6 +64,7 @@ VALUES: dict[str, Any] = {
     "target_parameters": ["intermediate.dense.weight"],
     "task_specific_matrix_type": "linear",
     "tie_word_embeddings": False,
+    "token_indices": [2],
     "trainable_token_indices": [1],
     "vocab_size": 50,
 }
@@ -74,6 +75,7 @@ OWN_VALUES: dict[tuple[str, str], Any] = {
     ("ln_tuning", "exclude_modules"): ["attention.output.LayerNorm"],
     ("ln_tuning", "target_modules"): ["attention.output.LayerNorm"],
     ("prefix_tuning", "convention"): "adapterhub",
+    ("trainable_tokens", "target_modules"): ["position_embeddings"],
 }
 # what must be set for another field to be read at all
 WITH: dict[tuple[str, str], dict[str, Any]] = {
@@ -185,20 +187,23 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
     return seen
 
 
+# no string builds these; trainable_tokens acts with tokens only, and the other one is X-MOD's own
+STRINGLESS = {
+    "trainable_tokens": AdapterConfig.from_dict(
+        {"architecture": "trainable_tokens", "token_indices": [1, 3]}
+    )
+}
+CONFIGS = {name: AdapterConfig.load(small(name)) for name in config_strings if name != "union"}
 # of strings for one class of config, the first
-METHODS = sorted(
-    {
-        type(config): name
-        for name in reversed([*config_strings])
-        if name != "union" and len((config := AdapterConfig.load(small(name))).members) == 1
-    }.values()
-)
+FIRST = {type(c): name for name, c in reversed(CONFIGS.items()) if c.members == (c,)}
+CONFIGS |= STRINGLESS
+METHODS = sorted([*FIRST.values(), *STRINGLESS])
 # what a file holds: its tests are those of formats
 OF_FILES = {("vera", "save_projection")}
 FIELDS = [
     (name, field.name)
     for name in METHODS
-    for field in dataclasses.fields(AdapterConfig.load(small(name)))
+    for field in dataclasses.fields(CONFIGS[name])
     if field.init and (name, field.name) not in OF_FILES
 ]
 
@@ -210,7 +215,7 @@ def plain() -> dict[str, list[bytes | str]]:
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_each_field_of_a_method_acts_or_is_refused(name, field, plain):
-    config = AdapterConfig.load(small(name)).replace(**WITH.get((name, field), {}))
+    config = CONFIGS[name].replace(**WITH.get((name, field), {}))
     if "dtype" in config.field_names():
         config = config.replace(dtype=None)
     changes = {field: OWN_VALUES.get((name, field)) or other(field, getattr(config, field))}
@@ -221,8 +226,12 @@ def test_each_field_of_a_method_acts_or_is_refused(name, field, plain):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_compared_is_the_same_for_the_same_config(name):
     """Else a field that nobody reads would seem to act."""
-    config = AdapterConfig.load(small(name))
-    assert seen_of(config) == seen_of(config)
+    assert seen_of(CONFIGS[name]) == seen_of(CONFIGS[name])
+
+
+def test_no_method_is_left_out():
+    known = {CONFIGS[name].architecture for name in METHODS}
+    assert {*architectures} - known == {"union", "no_language_adapters"}
 
 
 # --- heads ---
@@ -358,5 +367,5 @@ def test_a_field_that_nobody_reads_is_found():
 
 def test_a_value_that_is_the_default_is_no_other_value():
     for name, field in FIELDS:
-        value = getattr(AdapterConfig.load(name), field)
+        value = getattr(CONFIGS[name], field)
         assert other(field, value) != value

@@ -338,7 +338,7 @@ def test_files_of_peft_go_into_a_slot_that_is_spelled_in_another_way(case, tmp_p
             {"modules_to_save": ["output.LayerNorm"]},
             ("embeddings.LayerNorm", "in one of them"),
         ),
-        ({"bias": "all"}, ("output.dense", "hotswap=False")),
+        ({"bias": "all"}, ("self.query", "in one of them", "hotswap=False")),
     ],
 )
 def test_files_of_peft_with_something_else_beside_do_not_fit_a_slot(fields, words, tmp_path):

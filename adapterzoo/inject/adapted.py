@@ -426,8 +426,7 @@ def _adapted_class(
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
-        taken = {*dir(cls), *parameters, *shown.names}
-        members |= {n: _Asked(n, a) for n, a in asked_of_layers.items() if n not in taken}
+        members |= _answers(cls, (*parameters, *shown.names))
         for parameter in dict.fromkeys((*parameters, *shown.names)):
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
@@ -444,6 +443,24 @@ def _adapted_class(
         made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
+
+
+def _answers(cls: type[nn.Module], parameters: Sequence[str]) -> dict[str, _Asked]:
+    taken = {*dir(cls), *parameters}
+    return {name: _Asked(name, a) for name, a in asked_of_layers.items() if name not in taken}
+
+
+def answer_at_layers(answers: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Let layers with adapters answer attributes, those of today's models too.
+
+    Args:
+        answers: what gives the value of each; see `asked_of_layers`.
+    """
+    asked_of_layers.update(answers)
+    for (cls, parameters, _, shown), made in _classes.items():
+        for name, answer in _answers(cls, (*parameters, *shown.names)).items():
+            if name not in vars(made):
+                setattr(made, name, answer)
 
 
 def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:

@@ -191,7 +191,7 @@ class SavedModulesConfig(CopyConfig):
 
     Attributes:
         names: of modules; each layer in one gets a copy.
-        tied: paths of layers of one weight that have one copy together.
+        tied: paths of layers with one weight, which share one copy.
     """
 
     architecture: ClassVar[str] = "modules_to_save"
@@ -337,6 +337,7 @@ class TokenRowsConfig(AdapterConfig):
         table: name or end of the path of the embedding; None for the model's own table of tokens.
         tokens: their numbers, in ascending order.
         dtype: of the rows, by name; None for that of the table.
+        init_weights: whether rows start as those of the table; False: standard normal.
     """
 
     architecture: ClassVar[str] = "token_rows"
@@ -344,6 +345,7 @@ class TokenRowsConfig(AdapterConfig):
     table: str | None = None
     tokens: tuple[int, ...] = ()
     dtype: str | None = None
+    init_weights: bool = True
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each module that has the table.
@@ -377,7 +379,8 @@ class TokenRowsConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
-        return TokenRows(self.tokens, site.d_out, device, dtype_named(self.dtype, dtype))
+        own = dtype_named(self.dtype, dtype)
+        return TokenRows(self.tokens, site.d_out, device, own, self.init_weights)
 
 
 class TokenRows(Copy):
@@ -394,7 +397,12 @@ class TokenRows(Copy):
     tokens: Tensor
 
     def __init__(
-        self, tokens: tuple[int, ...], width: int, device: torch.device, dtype: torch.dtype
+        self,
+        tokens: tuple[int, ...],
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        are_copied: bool = True,
     ) -> None:
         """Make the rows.
 
@@ -403,20 +411,21 @@ class TokenRows(Copy):
             width: of the table.
             device: of the rows.
             dtype: of the rows.
+            are_copied: whether they start as those of the table; otherwise they are drawn.
         """
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
         self.ids = tokens
-        # whether the rows do not start as those of the table
-        self.is_drawn = False
+        self.are_copied = are_copied
         # the config has them, so that files need not
         numbers = torch.tensor(tokens, device=device, dtype=torch.long)
         self.register_buffer("tokens", numbers, persistent=False)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the rows of the table, or draw others."""
-        super().init_from_layer(base)
-        if self.is_drawn:
+        if self.are_copied:
+            super().init_from_layer(base)
+        else:
             nn.init.normal_(self.rows)
 
     def renumber(self) -> None:

@@ -92,7 +92,7 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
 
 
 def not_plain_2d(site: Site, config: str) -> str | None:
-    """Return that a convolution is not a plain one of two dimensions; None: it is, or is none.
+    """Return why PEFT lacks a grouped convolution, or one that is not 2-D; None: it is neither.
 
     Args:
         site: of the adapter.
@@ -115,7 +115,7 @@ def ignored(site: Site, *options: str) -> str | None:
 
 
 def refuse_ignored(site: Site, *options: str) -> None:
-    """Refuse a file that PEFT has trained with another convolution than that of the layer.
+    """Refuse a file that PEFT has trained with a convolution other than that of the layer.
 
     Args:
         site: of the adapter.

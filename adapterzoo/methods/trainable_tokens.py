@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig, Placement, architectures, config_class, field
 from adapterzoo.errors import ConfigError
 from adapterzoo.patterns import Modules, TokenIds
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._copies import TokenRows, TokenRowsConfig, tables_in
-from ._init import DTYPE, dtype_named
+from ._copies import TokenRowsConfig, tables_in
+from ._init import DTYPE
 from ._peft import TARGETS
 
 
@@ -90,15 +88,8 @@ class TrainableTokensConfig(AdapterConfig):
             raise ConfigError("there are no tokens to train. Write token_indices=[…].")
         found: list[Placement] = []
         for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):
-            found += TokenRowsConfig(table=group[0], tokens=tokens, dtype=self.dtype).at(
-                group, anatomy
+            rows = TokenRowsConfig(
+                table=group[0], tokens=tokens, dtype=self.dtype, init_weights=self.init_weights
             )
+            found += rows.at(group, anatomy)
         return found
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
-        """Return a fresh adapter for the site."""
-        made = TokenRows(
-            self.token_indices or (), site.d_out, device, dtype_named(self.dtype, dtype)
-        )
-        made.is_drawn = not self.init_weights
-        return made

@@ -88,7 +88,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
-        CompositionError: one adapter has its own output layer, which another changes.
+        CompositionError: one adapter has its own output layer, or rows, which another changes.
         UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state
@@ -142,8 +142,9 @@ def make_plan(
     for own in (copies.steps_of(model, parts), copies.row_steps(model, parts, acting)):
         if both := sorted(sites.keys() & own.keys()):
             raise CompositionError(
-                f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, "
-                "or rows of it, for itself, and another changes it too. Activate one of them."
+                f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has its own copy of "
+                "the output layer or rows of it, or is tied to the table, and another changes the "
+                "layer. Activate one of them."
             )
         sites.update(own)
     captures: dict[str, tuple[str, ...]] = {}

@@ -190,7 +190,7 @@ def _unused(slot: AdapterRecord, record: AdapterRecord) -> set[str]:
 
 
 def _without_effect(model: AdaptedModel, path: str, own: Adapter) -> Adapter:
-    """Return an adapter like the one at a path that changes nothing: 0 of it."""
+    """Return an adapter like the one at a path that changes nothing, 0 times that one."""
     layer, made = layer_in(model, path), deepcopy(own)
     originals = model._adapter_state.originals.get(path, {})
     with torch.no_grad(), at_hand(layer):

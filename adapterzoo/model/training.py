@@ -49,8 +49,8 @@ def train_adapter(
         model: with adapters.
         adapter_setup: what is trained.
         train_embeddings: whether the table of tokens is trained too.
-        gives_heads: whether an adapter without a copy of a static head gets one; otherwise that of
-            the model stays frozen.
+        gives_heads: whether an adapter without a copy of a static head gets one; otherwise the
+            model's own head stays frozen.
 
     Raises:
         StateError: the setup names no adapter.

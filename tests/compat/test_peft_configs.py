@@ -520,3 +520,16 @@ def test_a_file_of_something_else_is_no_config(tmp_path):
         for name in ("PeftConfig", "LoraConfig", "BOFTConfig"):
             with pytest.raises((TypeError, CheckpointError), match="peft_type"):
                 getattr(library, name).from_pretrained(tmp_path)
+
+
+def test_rows_are_drawn_as_in_peft():
+    found = []
+    for library, model in ((peft, plain("llama")), (adapterzoo.peft, plain("llama"))):
+        config = library.TrainableTokensConfig(token_indices=[1, 3], init_weights=False)
+        torch.manual_seed(3)
+        model = library.get_peft_model(model, config)
+        found += library.get_peft_model_state_dict(model).values()
+        found.append(model(**tiny_inputs("llama")).logits)
+    rows, logits, own, answer = found
+    assert torch.equal(own, rows)
+    torch.testing.assert_close(answer, logits)

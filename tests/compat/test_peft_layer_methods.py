@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +190,19 @@ def test_an_injected_model_becomes_one_of_peft_and_stays_one():
     assert isinstance(model, adapterzoo.peft.PeftModel)
     assert sorted(model.peft_config) == ["a", "b", "c"]
     assert type(model.unload()) is transformers.LlamaForCausalLM
+
+
+def test_layers_answer_whatever_was_imported_first():
+    program = """
+from torch import nn
+import adapterzoo
+
+early = adapterzoo.init(nn.Sequential(nn.Linear(4, 8)))
+early.add_adapter("a", adapterzoo.LoRAConfig(target_modules=["0"]))
+from adapterzoo.peft import LoraConfig, get_peft_model
+
+late = get_peft_model(nn.Sequential(nn.Linear(4, 8)), LoraConfig(target_modules=["0"]))
+assert late[0].lora_A["default"].weight.shape == (8, 4)
+assert early[0].lora_A["a"].weight.shape == (8, 4)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

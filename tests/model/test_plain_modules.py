@@ -705,3 +705,32 @@ def test_hotswap_in_a_plain_module(tmp_path):
     assert (compiled(inputs()) - y).abs().max() > 1e-4
     hotswap.hotswap_adapter(compiled, tmp_path, "default")
     torch.testing.assert_close(compiled(inputs()), y)
+
+
+class Inner(nn.Module):
+    """A module with a part of the name that PEFT's wrapper has for the whole."""
+
+    targets = ("first", "second")
+
+    def __init__(self):
+        super().__init__()
+        self.model = Mlp()
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.scale * self.model(x)
+
+
+@pytest.mark.parametrize("library", [real, ours])
+def test_paths_through_the_wrapper_of_peft(library):
+    whole = Inner()
+    model = library.get_peft_model(whole, library.LoraConfig(target_modules=["first"]))
+    base, x = model.base_model, torch.randn(2, 8)
+    assert isinstance(base.model, Inner)
+    assert isinstance(base.model.model, Mlp)
+    assert isinstance(base, nn.Module)
+    assert base.scale == 2.0
+    assert base.model.model.first.lora_A["default"].weight.shape == (8, 8)
+    assert torch.equal(base(x), model(x))
+    base.model.scale = 3.0
+    assert base.scale == 3.0

@@ -77,7 +77,7 @@ class PeftConfig:
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields but those that no file has."""
+        """Return all fields except those that files do not have."""
         values = dataclasses.asdict(self)
         values.pop("runtime_config", None)
         return values
@@ -249,7 +249,7 @@ _FIRST = {
 
 @dataclasses.dataclass
 class LoraRuntimeConfig:
-    """Settings of LoRA that no file has.
+    """Settings of LoRA that files do not have.
 
     Attributes:
         ephemeral_gpu_offload: must be False: layers stay on their devices.

@@ -1,4 +1,4 @@
-"""PEFT's functions and names of files that frameworks use, beside those for users."""
+"""PEFT's functions and file names that frameworks use, besides those meant for users."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def delete_adapter(
 
 @contextlib.contextmanager
 def disable_input_dtype_casting(model: nn.Module, active: bool = True) -> Iterator[None]:
-    """Return a context for layers that are cast around each call.
+    """Return a context that changes nothing, for layers that are cast around each call.
 
     Args:
         model: with adapters.
@@ -70,8 +70,8 @@ def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
 
     Args:
         dimension: the width.
-        factor: the first of them, if it divides, or the next below; −1: the largest divisor up to
-            the square root.
+        factor: the first of them, or the next smaller divisor if it does not divide; −1: the
+            largest divisor up to the square root.
     """
     return divided(dimension, factor)
 

@@ -54,7 +54,7 @@ def transformers_looks_again() -> None:
 
 
 def trainers_know_models() -> None:
-    """Give `Trainer` the classes of models that it compares with, which it may have imported."""
+    """Give `Trainer` the classes of models that it tests for; it may have imported PEFT's."""
     for name in ("transformers.trainer_utils", "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name]).update(PeftModel=PeftModel, PeftMixedModel=PeftMixedModel)
@@ -70,7 +70,7 @@ def transformers_takes_this_release() -> None:
 def transformers_adds_adapters() -> None:
     """Let a plain model of transformers become a `TransformersModel` with its first adapter.
 
-    Its own methods wrap layers by functions of PEFT, and then read the state of the wrappers.
+    Its own methods wrap layers with functions of PEFT, and then read the state of the wrappers.
     """
     mixin: Any = PeftAdapterMixin
     mixin.add_adapter, mixin.load_adapter = _add_first, _load_first
@@ -153,14 +153,14 @@ class TransformersModel(InjectedModel):
             low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
                 initialized first.
             is_trainable: whether it is trained alone; otherwise it is only used.
-            hotswap: as of `AdapterModelMixin.load_adapter`.
+            hotswap: as in `AdapterModelMixin.load_adapter`.
             local_files_only: whether nothing is downloaded.
             adapter_kwargs: where the folder is: `revision`, `subfolder`, `token` and others.
             load_config: of `from_pretrained`, which found the folder.
             **kwargs: the same as `adapter_kwargs`.
 
         Returns:
-            What did not fit, as in transformers; nothing, since a difference is an error.
+            The report of transformers on what did not fit, empty as a difference is an error.
 
         Raises:
             CheckpointError: it does not fit the model.
@@ -201,7 +201,7 @@ class TransformersModel(InjectedModel):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, state_dict: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors of an adapter by their keys in PEFT, as of a model it has not wrapped.
+        """Return the tensors of an adapter by PEFT's keys for a model that it has not wrapped.
 
         Args:
             adapter_name: the adapter; None: the first active one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, unknown_name
 from adapterzoo.inject import changes
-from adapterzoo.inject.adapted import Adapted, adapters_of, asked_of_layers
+from adapterzoo.inject.adapted import Adapted, adapters_of, answer_at_layers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, matrix, stores_transposed
 from adapterzoo.methods._copies import LayerCopy, TokenRows
 from adapterzoo.methods.low_rank.dora import Magnitudes
@@ -132,9 +132,9 @@ class ByAdapter(MutableMapping[str, Any]):
 
 
 def active_in(layer: Any) -> list[str]:
-    """Return the names of the active adapters; of a copied layer those that have a copy of it.
+    """Return the names of the active adapters; for a copied layer, those that have a copy of it.
 
-    Of other layers also those that the layer does not have, as in PEFT.
+    For other layers, as in PEFT, also active adapters that the layer does not have.
 
     Args:
         layer: with adapters.
@@ -422,7 +422,7 @@ def base_layer(layer: Any) -> nn.Module:
         layer: with adapters.
 
     Raises:
-        AttributeError: the model is none of `adapterzoo.peft`. Where PEFT itself has wrapped it,
+        AttributeError: the model is not one of `adapterzoo.peft`. Where PEFT itself has wrapped it,
             PEFT would take the layer for one of its own.
     """
     if not hasattr(type(model_of(layer._link.active)), "_mixin"):
@@ -469,7 +469,7 @@ def _bound(method: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda layer: types.MethodType(method, layer)
 
 
-asked_of_layers.update(
+_ANSWERS: Mapping[str, Callable[[Any], Any]] = dict(
     {method.__name__: _bound(method) for method in _METHODS},
     active_adapter=lambda layer: active_in(layer)[0] if active_in(layer) else [],
     active_adapters=active_in,
@@ -491,3 +491,4 @@ asked_of_layers.update(
     scaling=lambda layer: ByAdapter(layer, _SCALED, "scaling"),
     token_adapter=lambda layer: Tokens(ByAdapter(layer, TokenRows, "rows")),
 )
+answer_at_layers(_ANSWERS)

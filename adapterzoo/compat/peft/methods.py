@@ -156,7 +156,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
 
 
 def _task_in(values: Mapping[str, Any]) -> Any:
-    """Return the task that the fields of a config of PEFT name, as a member of its enum or not."""
+    """Return the task in the fields of a config of PEFT, as a string; None without one."""
     asked = values.get("task_type")
     return getattr(asked, "value", asked)
 
@@ -164,7 +164,7 @@ def _task_in(values: Mapping[str, Any]) -> Any:
 def _that_match(
     model: AdaptedModel, fields: dict[str, Any], arguments: PeftArguments
 ) -> dict[str, Any]:
-    """Return the fields without the names of no layer, which PEFT ignores if others match.
+    """Return the fields without names that match no layer, which PEFT ignores if others match.
 
     Warns:
         UserWarning: there are such names.
@@ -179,7 +179,7 @@ def _that_match(
     if not idle or len(idle) == len(names):
         return fields
     warnings.warn(
-        f"{arguments.class_name}: no layer matches {listing(sorted(idle))}, among target_modules. "
+        f"{arguments.class_name}: no layer matches {listing(sorted(idle))} of target_modules. "
         f"Leave out what is not meant for a {class_name(model)}.",
         stacklevel=2,
     )
@@ -731,7 +731,7 @@ def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str,
     Args:
         model: with the adapter.
         config: of PEFT, or its dict.
-        made: the same here.
+        made: the config of this library for it.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
     task = _task_in(values)

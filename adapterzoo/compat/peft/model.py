@@ -195,10 +195,15 @@ class InjectedModel:
 
 
 class _Wrapper:
-    """What PEFT has around a module with a part `model`: its own `model` is the whole module."""
+    """PEFT's wrapper of a module that has a part `model`; here `model` is the whole module."""
 
     def __init__(self, model: nn.Module) -> None:
         vars(self)["model"] = model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the module, for `isinstance`."""
+        return type(self.model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["model"], name)

@@ -40,7 +40,7 @@ from .methods import encoded
 
 SAFE, PICKLED = format_of_peft.FILES
 PREFIX = "base_model.model."
-"""Of the keys of a model that PEFT has wrapped."""
+"""The start of the keys of a model that PEFT has wrapped."""
 
 # fields that name layers; where there are none, PEFT fills in those of the model's type
 _SELECTED = ("target_modules", "feedforward_modules")
@@ -316,7 +316,7 @@ def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) ->
 
 
 def write_folder(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder of PEFT's.
+    """Write the folder of an adapter as PEFT does.
 
     Args:
         folder: of the adapter.

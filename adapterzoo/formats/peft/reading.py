@@ -333,7 +333,7 @@ def read_adapter(
         layers_here = ((named_in_peft(s), s.is_used) for s in _sites(spelling, info))
         used = {f"{spelling.prefix}{info.whole(n)}": is_used for n, is_used in layers_here}
         tensors = tying.without_twins(tensors, spelling, peft_config.modules_to_save, used)
-        # PEFT ties no layers of other names than "embed_tokens" and "lm_head"
+        # PEFT ties only layers named "embed_tokens" and "lm_head"
         is_tied = len(tensors) < count
         peft_config = replace(peft_config, fields={**peft_config.fields, tying.FIELD: is_tied})
     layers, shared, lost, rest = _sorted(peft_config, tensors, info)

@@ -17,7 +17,7 @@ FIELD = "ensure_weight_tying"
 
 
 def _ends(spelling: PeftSpelling) -> list[tuple[str, str, str]]:
-    """Return a parameter's end of keys at a table, at a layer, and at a table the other's."""
+    """Return each parameter's end of keys at a table and at a layer, and its twin's at a table."""
     at_table, at_layer = spelling.embedding_tensors, spelling.tensors
     pairs = spelling.transposes.items()
     return [(at_table[own][0], at_layer[own][0], at_table[other][0]) for own, other in pairs]
@@ -64,7 +64,7 @@ def without_twins(
 
 
 def twin_of(table: Mapping[str, Tensor], spelling: PeftSpelling) -> dict[str, Tensor]:
-    """Return the tensors of a layer that is tied to a table, by their ends of keys.
+    """Return the tensors of a layer that is tied to a table, by the ends of their keys.
 
     Args:
         table: the tensors of its adapter.

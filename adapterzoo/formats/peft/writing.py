@@ -137,7 +137,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         if info.named_heads:
             raise inexpressible(
                 "PEFT ties an adapter of the table to the one output layer of a task class, and "
-                "this model has heads with names"
+                "this model has named heads"
             )
         fields[tying.FIELD] = True
         # PEFT finds the table from these, whatever it is called

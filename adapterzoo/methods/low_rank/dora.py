@@ -69,7 +69,7 @@ class DoRAConfig(LowRankConfig):
 
     @property
     def gradients_are_exact(self) -> bool:
-        """False in the paper's convention, which takes the norm for a constant (§4.3)."""
+        """False in the paper's convention, which treats the norm as a constant (§4.3)."""
         return self.convention == "adapterhub"
 
 

@@ -606,8 +606,8 @@ def refuse_both(
         weight = layer_in(model, path)._parameters.get("weight")
         if path.removeprefix(HEAD) in head or any(weight is table for table in tables):
             raise ConfigError(
-                f"the adapter has {path.removeprefix(HEAD)!r}, or rows of it, for itself, and "
-                f"changes it too. Leave it out of target_modules."
+                f"the adapter has its own copy of {path.removeprefix(HEAD)!r}, or of rows of it, "
+                f"and also changes it. Leave it out of target_modules."
             )
 
 

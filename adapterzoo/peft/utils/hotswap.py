@@ -44,7 +44,7 @@ def hotswap_adapter(
 
 @names_call
 def check_hotswap_configs_compatible(config0: Any, config1: Any) -> None:
-    """Check that the values of one adapter have a place in another; layers and ranks come later.
+    """Check that an adapter can take the values of another; layers and ranks are checked later.
 
     Args:
         config0: of PEFT, of the adapter that takes them.
@@ -105,8 +105,9 @@ def prepare_model_for_compiled_hotswap(
         target_rank: the largest rank of all adapters; None: that of the adapters of the model.
         config: of PEFT, or several by name; has no effect: nothing is needed, as the model has its
             configs.
-        check_compiled: what to do if the model is compiled, and compiles again then: "error":
-            refuse; "warn" or "ignore": give its adapters the rank, with or without a warning.
+        check_compiled: what to do if the model is already compiled, and so would compile again:
+            "error": refuse; "warn" or "ignore": give its adapters the rank, with or without a
+            warning.
 
     Raises:
         ConfigError: the rank of an adapter is larger.

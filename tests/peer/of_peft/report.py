@@ -108,7 +108,8 @@ def reason(test: Mapping[str, Any], listed: set[str]) -> tuple[str, str]:
             return "documented", why
     if _WORDS.search(error + line):
         return "words", ""
-    return "else", re.sub(r"0x\w+|/\S*/tmp\S*", "…", error.splitlines()[0] if error else "")[:150]
+    first = error.splitlines()[0] if error else ""
+    return "else", re.sub(r"0x\w+|(?:/\S*)?/tmp\S*", "…", first)[:150]
 
 
 def table(theirs: Path, ours: Path) -> str:
