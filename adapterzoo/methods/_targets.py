@@ -324,9 +324,18 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "
             f"{listing(missing) if matching else repr(wanted)}. "
-            f"{hint if sites else 'No layer of this model has a weight matrix.'}"
+            f"{hint if sites else _without_layers(anatomy)}"
         )
     return matching
+
+
+def _without_layers(anatomy: Anatomy) -> str:
+    """Return what to write for a model of which no layer can be named."""
+    none = "This model has no linear layer, embedding or convolution of torch's own classes"
+    if not anatomy.parameters:
+        return f"{none}. Use one of them in its place."
+    names = [site.name for site in anatomy.parameters]
+    return f"{none}. Write target_parameters=[…], with some of {listing(names, limit=10)}."
 
 
 def parameters_named(

@@ -404,7 +404,7 @@ def test_other_fields_that_name_no_layers(config, words):
 
 @pytest.mark.parametrize("make", [nn.Identity, nn.ReLU, lambda: nn.Sequential(nn.ReLU())])
 def test_a_module_without_parameters(make):
-    refused_everywhere(make, ["0"], "No layer of this model has a weight matrix", inputs())
+    refused_everywhere(make, ["0"], "no linear layer, embedding or convolution", inputs())
 
 
 # --- weights and layers with several names ---
