@@ -361,6 +361,10 @@ class Anatomy:
         """Convolutions and the output layer, which names select and no role."""
         return self.convolutions if self.output is None else (*self.convolutions, self.output)
 
+    def sharing(self, table: str) -> tuple[str, ...]:
+        """Return the paths of the embeddings with the weight of the one at a path, itself too."""
+        return next((group for group in self.shared_tables if table in group), (table,))
+
     def linears(self) -> tuple[Site, ...]:
         """Return every whole linear layer that is a module, in blocks and outside."""
         return tuple(s for s in self if s.kind == "linear" and s.parameter is None)
@@ -427,11 +431,6 @@ class Anatomy:
             f"  ARCHITECTURES['<config.model_type>'] = Row(roles={{r'<layer>': {role!r}}})\n"
             "in adapterzoo/anatomy/patterns.py."
         )
-
-
-def sharing(table: str, anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the paths of the embeddings with the weight of the one at a path, itself too."""
-    return next((group for group in anatomy.shared_tables if table in group), (table,))
 
 
 def part_names(sites: Sequence[Site]) -> list[str]:

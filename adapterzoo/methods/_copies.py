@@ -34,7 +34,6 @@ from torch.func import functional_call
 from torch.nn.functional import embedding, linear
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.anatomy.sites import sharing
 from adapterzoo.averaging import Combination
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, config_class, field
 from adapterzoo.contracts import BaseLayer, CopyAdapter, WeightAdapter, replaced
@@ -219,7 +218,7 @@ class SavedModulesConfig(CopyConfig):
                 )
         found = [s for p, s in sites.items() if p not in self.tied and _is_in(p, self.names)]
         for site in found:
-            if len(group := sharing(site.path, anatomy)) > 1:
+            if len(group := anatomy.sharing(site.path)) > 1:
                 raise SiteError(
                     f"modules_to_save: {listing(group)} share the table at {site.path!r}. Write "
                     f"trainable_token_indices=[…], or train_adapter(…, train_embeddings=True)."
@@ -507,7 +506,7 @@ def tables_in(
             f"rows of embeddings are to be trained, and this model has no {what}; embeddings: "
             f"{listing(tables) or 'none'}. Write {hint}."
         )
-    return list(dict.fromkeys(sharing(path, anatomy) for path in found))
+    return list(dict.fromkeys(map(anatomy.sharing, found)))
 
 
 # --- the fields of a config ---
@@ -577,7 +576,7 @@ def tied_layers(config: AdapterConfig, anatomy: Anatomy) -> tuple[str, ...]:
     """
     if not config.get("ensure_weight_tying") or anatomy.own_table is None:
         return ()
-    return (*sharing(anatomy.own_table, anatomy), *anatomy.tied)
+    return (*anatomy.sharing(anatomy.own_table), *anatomy.tied)
 
 
 @config_class

@@ -37,7 +37,6 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import HEAD, Anatomy, Site
-from adapterzoo.anatomy.sites import sharing
 from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
@@ -374,12 +373,12 @@ def read_adapter(
                 f"{AGAIN}."
             ) from error
     # modules that share a table have the same rows
-    anatomy = info.anatomy
-    rows = {same: rows[path] for path in rows for same in sharing(path, anatomy)}
+    sharing = info.anatomy.sharing
+    rows = {same: rows[path] for path in rows for same in sharing(path)}
     if is_tied:
-        read = {same: read[path] for path in read for same in sharing(path, anatomy)}
+        read = {same: read[path] for path in read for same in sharing(path)}
         copied = extras.copies
-        extras.copies = {same: copied[path] for path in copied for same in sharing(path, anatomy)}
+        extras.copies = {same: copied[path] for path in copied for same in sharing(path)}
     found: dict[str, Tensor] = {}
     for place in places_of(config, info.anatomy):
         path, kind = place.path, FIELD_AT.get(place.placement.location)
@@ -813,7 +812,7 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
         found["modules_to_save"] = exactly(extras.copies) if names is None else list(names)
     if extras.rows:
         table = anatomy.own_table
-        alike = () if table is None else sharing(table, anatomy)
+        alike = () if table is None else anatomy.sharing(table)
         tokens = {path: list(ids) for path, (ids, _) in extras.rows.items()}
         first, is_own = next(iter(tokens.values())), {*tokens} <= {*alike}
         if spelling.rows_field:
