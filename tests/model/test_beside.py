@@ -386,6 +386,8 @@ def test_a_tied_output_layer_cannot_be_merged():
     assert all(same_bits(t, before[k]) for k, t in model.state_dict().items())
 
 
+# some layers of the suite have no bias
+@pytest.mark.filterwarnings("ignore:bias. no layer has one to train")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "text",
