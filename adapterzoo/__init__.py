@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .methods.trainable_tokens import TrainableTokensConfig
     from .methods.unions import MAMConfig, UniPELTConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
+    from .multi import MultiAdapterTrainer
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
 __version__ = "0.1.0.dev0"
@@ -78,6 +79,7 @@ _HOMES = {
     ),
     "hub": ("AdapterInfo", "adapter_info", "list_adapters"),
     "model": ("AdapterModelMixin", "AdapterSetup", "init", "load_model"),
+    "multi": ("MultiAdapterTrainer",),
     "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
 }  # fmt: skip
 
@@ -136,6 +138,7 @@ __all__ = [
     "MAMConfig",
     "MTLLoRAConfig",
     "MissConfig",
+    "MultiAdapterTrainer",
     "MultiTask",
     "MultiTaskConfig",
     "MultipleChoiceHead",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -340,7 +340,7 @@ class AdapterTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or cast("str", self.args.output_dir))
-        save_trained(self._adapted, folder)
+        save_trained(self._adapted, folder, self._part())
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(folder))
@@ -361,7 +361,11 @@ class AdapterTrainer(Trainer):
 
     def _restore(self, folder: str) -> None:
         with naming(f"checkpoint {folder!r}"):
-            restore_trained(self._adapted, Path(folder))
+            restore_trained(self._adapted, Path(folder), self._part())
+
+    def _part(self) -> Part:
+        """Return what a checkpoint holds."""
+        return Part.whole(self._adapted)
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
@@ -450,46 +454,72 @@ def _hint(model: Any) -> str:
 UNFROZEN = "unfrozen.safetensors"
 
 
+class Part(NamedTuple):
+    """What of a model a checkpoint holds.
+
+    Attributes:
+        adapters: names of adapters.
+        heads: names of heads that are saved.
+        fusions: names of fusions.
+        trained: parameters by name, of which those are saved that belong to none of these.
+    """
+
+    adapters: Sequence[str]
+    heads: Sequence[str]
+    fusions: Sequence[str]
+    trained: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def whole(cls, model: AdaptedModel) -> Part:
+        """Return all adapters, heads, fusions and trained parameters of a model."""
+        state, module = model._adapter_state, cast("nn.Module", model)
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        return cls([*state.records], [*saved_names(model)], [*state.fusions], trained)
+
+
 # the name in messages, the saved tensors, and the tensors of the model to fill in place: of an
 # adapter, a head, the layers of a fusion, or the unfrozen parameters
-_Part: TypeAlias = tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]
+_Filled: TypeAlias = tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
-def save_trained(model: AdaptedModel, folder: Path) -> None:
-    """Write all adapters, all heads, all fusions and the unfrozen parameters.
+def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) -> None:
+    """Write adapters, heads, fusions and the unfrozen parameters.
 
     Args:
         model: with adapters.
         folder: created if missing.
+        part: what is written; None: all.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    state, heads = model._adapter_state, saved_names(model)
-    for name in state.records:
-        checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
-    for name, own in _apart(model).items():
+    part = part or Part.whole(model)
+    for name in part.adapters:
+        checkpointing.save_adapter(model, folder / name, name, name in part.heads, beside=True)
+    for name, own in _apart(part).items():
         checkpointing.save_head(model, folder / own, name)
-    for name, record in state.fusions.items():
-        fusion.save(model, folder / name, Fuse(*record.adapters, name=name))
-    if tensors := unfrozen(model):
+    for name in part.fusions:
+        adapters = model._adapter_state.fusions[name].adapters
+        fusion.save(model, folder / name, Fuse(*adapters, name=name))
+    if tensors := unfrozen(model, part.trained):
         document = {"format": native.FORMAT, "version": native.VERSION}
         files.write_tensors(folder / UNFROZEN, document, tensors)
 
 
-def restore_trained(model: AdaptedModel, folder: Path) -> None:
+def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None) -> None:
     """Fill the parameters of the model in place with those that `save_trained` wrote.
 
     Args:
         model: with the same adapters and heads as when it was saved.
         folder: the folder given to `save_trained`.
+        part: what was saved; None: all.
 
     Raises:
         CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
             filled.
     """
     writes: list[Write] = []
-    for what, saved, own in _parts(model, folder):
+    for what, saved, own in _filled(model, folder, part or Part.whole(model)):
         try:
             fit.check_fit(type(model).__name__, saved, own, None)
         except CheckpointError as error:
@@ -498,17 +528,13 @@ def restore_trained(model: AdaptedModel, folder: Path) -> None:
     write(writes)
 
 
-def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
+def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return those of the trained parameters, by name, that belong to no adapter, head or fusion."""
     owned = {id(p) for p in own_parameters_of(model)}
     for name in saved_names(model):
         found = record_of(model, name)
         owned |= {id(t) for t in found.tensors.values()} if found is not None else set()
-    return {
-        without_wrappers(name): p
-        for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in owned
-    }
+    return {without_wrappers(name): p for name, p in trained.items() if id(p) not in owned}
 
 
 def has_frozen_matrix(model: AdaptedModel) -> bool:
@@ -526,21 +552,21 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
     )
 
 
-def _apart(model: AdaptedModel) -> dict[str, str]:
+def _apart(part: Part) -> dict[str, str]:
     """Return the heads that are not in an adapter's file, with their folders.
 
     The folder of a fusion's head is that of its layers.
     """
-    names = [name for name in saved_names(model) if name not in model._adapter_state.records]
+    names = [name for name in part.heads if name not in part.adapters]
     return {name: name.removeprefix(fusion_key("")) for name in names}
 
 
-def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
-    apart, state = _apart(model), model._adapter_state
+def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
+    apart, state = _apart(part), model._adapter_state
     for kind, names in (
-        ("adapter", list(state.records)),
+        ("adapter", list(part.adapters)),
         ("head", list(apart.values())),
-        (native.FUSION, list(state.fusions)),
+        (native.FUSION, list(part.fusions)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
         kinds = "fusions" if kind == native.FUSION else f"{kind}s"
@@ -549,8 +575,8 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
                 f"the checkpoint has the {kinds} {listing(there)}, the model "
                 f"{listing(sorted(names))}. Add or delete {kinds}."
             )
-    heads = saved_names(model)
-    for name, record in state.records.items():
+    for name in part.adapters:
+        record = state.records[name]
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
@@ -562,7 +588,7 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
         tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True)
         _, in_file = expand(model, stored.metadata.get("embeddings"), stored.adapter)
         yield f"adapter {name!r}", in_file, tensors
-        if name in heads:
+        if name in part.heads:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
@@ -570,7 +596,8 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
             )
     for name, own in apart.items():
         yield _head_part(model, name, native.load(folder / own, "head"))
-    for name, mine in state.fusions.items():
+    for name in part.fusions:
+        mine = state.fusions[name]
         stored = native.load(folder / name, native.FUSION)
         saved_fusion = stored.metadata["adapter_names"], stored.metadata["config"]
         own_fusion = list(mine.adapters), mine.config.to_dict()
@@ -579,10 +606,10 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
         yield f"fusion {name!r}", stored.adapter, layers
     file = folder / UNFROZEN
     saved_base = native.read(file)[1] if file.is_file() else {}
-    yield "parameters of the base model that are not frozen", saved_base, unfrozen(model)
+    yield "parameters of the base model that are not frozen", saved_base, unfrozen(model, part.trained)
 
 
-def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> _Part:
+def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> _Filled:
     document, record = stored.metadata.get("head"), record_of(model, name)
     saved = stored.head if document is None else completed(model, name, document, stored.head)
     return f"head {name!r}", saved, {} if record is None else record.tensors

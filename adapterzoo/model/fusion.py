@@ -179,11 +179,14 @@ def _take(model: AdaptedModel, name: str) -> None:
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:
-    """Return the penalty that keeps V near the identity; None if no trained fusion has one."""
+    """Return the penalty that keeps V near the identity.
+
+    None if no fusion that is active and trained has one.
+    """
     distances = [
         distance
-        for name in model._adapter_state.fusions
-        for _, layer in fusion_modules(model, name)
+        for fuse in fusions_of(model._active.plan.setup)
+        for _, layer in fusion_modules(model, fuse.name)
         if layer.value is not None and layer.value.weight.requires_grad
         if (distance := layer.distance()) is not None
     ]

@@ -795,7 +795,7 @@ class AdapterModelMixin:
     def get_fusion_regularization_loss(self) -> Tensor | None:
         """Return the penalty that keeps V near the identity, which the trainer adds to the loss.
 
-        None if no trained fusion has one.
+        None if no fusion that is active and trained has one.
         """
         return fusion.regularization_loss(self)
 

@@ -1,0 +1,159 @@
+"""Functions that run in threads of their own, one at a time, each with its own random numbers.
+
+A `Trainer` is a loop that calls the model. To put the rows of several trainers into one forward,
+each loop runs as a coroutine: it stops where it needs the model, and goes on with the answer. Loops
+do not know of each other, so that each draws the random numbers that it would draw alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.state import GradientState
+
+
+class ProcessState:
+    """What is global in a process, but belongs to one training run.
+
+    The states of all random number generators, and accelerate's record of the running accumulation.
+    Tested with accelerate 1.3 to 1.15.
+    """
+
+    def __init__(self) -> None:
+        """Take the state as it is, with no accumulation running."""
+        self._random = _random_state()
+        self._gradients: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the state of the process within the block."""
+        shared = GradientState._shared_state
+        outer = _random_state(), dict(shared)
+        self._put(self._random, self._gradients)
+        try:
+            yield
+        finally:
+            self._random, self._gradients = _random_state(), dict(shared)
+            self._put(*outer)
+
+    @staticmethod
+    def _put(state: _RandomState, gradients: dict[str, Any]) -> None:
+        random.setstate(state.python)
+        np.random.set_state(state.numpy)
+        torch.set_rng_state(state.cpu)
+        if state.cuda:
+            torch.cuda.set_rng_state_all(state.cuda)
+        GradientState._shared_state.clear()
+        GradientState._shared_state.update(gradients)
+
+
+class _RandomState(NamedTuple):
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+
+
+def _random_state() -> _RandomState:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return _RandomState(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+
+class Stopped(BaseException):
+    """Ends a coroutine from outside; not an error of what it runs."""
+
+
+class _Ended(NamedTuple):
+    result: Any
+    error: BaseException | None
+
+
+class Coroutine:
+    """A function that runs only while its caller waits for it.
+
+    Attributes:
+        request: what the function waits for; None before it starts and after it ends.
+        result: what it has returned.
+        is_ended: whether it has.
+    """
+
+    def __init__(self, run: Callable[[], Any], state: ProcessState) -> None:
+        """Keep the function; the first `resume` starts it.
+
+        Args:
+            run: the function; it calls `wait_for` in this coroutine.
+            state: its state of the process.
+        """
+        self.request: Any = None
+        self.result: Any = None
+        self.is_ended = False
+        self._run, self._state = run, state
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def resume(self, answer: Any = None) -> None:
+        """Run the function until it waits again or ends.
+
+        Args:
+            answer: what `wait_for` returns there; an exception is raised there.
+
+        Raises:
+            BaseException: the function raised it.
+        """
+        with self._state.entered():
+            if self._thread is None:
+                # a thread may inherit the context of its maker
+                context = contextvars.Context()
+                self._thread = threading.Thread(target=context.run, args=(self._body,), daemon=True)
+                self._thread.start()
+            else:
+                self._answers.put(answer)
+            request = self._requests.get()
+        self.request = None
+        if isinstance(request, _Ended):
+            self.is_ended, self.result = True, request.result
+            self._thread.join()
+            if request.error is not None:
+                raise request.error
+        else:
+            self.request = request
+
+    def wait_for(self, request: Any) -> Any:
+        """Let the caller go on, and return its answer; called by the function.
+
+        Args:
+            request: what the caller sees as `request`.
+        """
+        self._requests.put(request)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        """End the function where it waits; its `finally` blocks run."""
+        if self._thread is None or self.is_ended:
+            return
+        try:
+            self.resume(Stopped())
+        except Stopped:
+            return
+        if not self.is_ended:
+            self.stop()
+
+    def _body(self) -> None:
+        result, error = None, None
+        try:
+            result = self._run()
+        except BaseException as raised:  # noqa: BLE001 - raised again by `resume`
+            error = raised
+        self._requests.put(_Ended(result, error))

@@ -1,0 +1,217 @@
+"""Rows of several batches in one call of the base model: joined before it, and divided after it.
+
+Sequences of different lengths are padded at the end, which no attention mask shows to the others.
+Outputs are cut to the rows and the length that the batch has alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from adapterzoo.errors import BatchError
+from adapterzoo.model.batches import batch_size
+
+# argument with a value for each token → whose tokens; the first of each sequence that is given says
+# how long it is
+_SEQUENCES = {
+    "input_ids": "own", "inputs_embeds": "own", "attention_mask": "own",
+    "token_type_ids": "own", "position_ids": "own",
+    "decoder_input_ids": "decoder", "decoder_inputs_embeds": "decoder",
+    "decoder_attention_mask": "decoder", "decoder_position_ids": "decoder",
+    # of a decoder that is called alone
+    "encoder_hidden_states": "read", "encoder_attention_mask": "read",
+}  # fmt: skip
+_MASKS = {
+    "own": "attention_mask", "decoder": "decoder_attention_mask", "read": "encoder_attention_mask",
+}  # fmt: skip
+_IDS = ("input_ids", "decoder_input_ids")
+
+# output → the dimensions that are tokens, and whose: the first of these sequences that the call has
+_MAIN, _CROSS = ("decoder", "own"), ("read", "own")
+_OUTPUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
+    "last_hidden_state": {1: _MAIN},
+    "hidden_states": {1: _MAIN},
+    "attentions": {2: _MAIN, 3: _MAIN},
+    "encoder_last_hidden_state": {1: ("own",)},
+    "encoder_hidden_states": {1: ("own",)},
+    "encoder_attentions": {2: ("own",), 3: ("own",)},
+    "decoder_hidden_states": {1: ("decoder",)},
+    "decoder_attentions": {2: ("decoder",), 3: ("decoder",)},
+    "cross_attentions": {2: _MAIN, 3: _CROSS},
+    "pooler_output": {},
+}
+# outputs in which rows and tokens are one dimension
+_FLAT = {"router_logits": _MAIN, "encoder_router_logits": ("own",),
+         "decoder_router_logits": ("decoder",)}  # fmt: skip
+# a cache is of no use to a step of training
+_CACHES = ("past_key_values", "cache_params", "mems")
+
+
+class Piece(NamedTuple):
+    """One batch as a part of a call.
+
+    Attributes:
+        start: its first row.
+        rows: how many it has.
+        lengths: of its sequences.
+    """
+
+    start: int
+    rows: int
+    lengths: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A call with the rows of several batches.
+
+    Attributes:
+        inputs: its arguments.
+        pieces: the batches, in order.
+        rows: how many the call has.
+        lengths: of its sequences.
+    """
+
+    inputs: dict[str, Any]
+    pieces: list[Piece]
+    rows: int
+    lengths: Mapping[str, int]
+
+
+def kind_of(inputs: Mapping[str, Any], pads: bool) -> Any:
+    """Return a key: batches of equal keys can be joined.
+
+    Args:
+        inputs: arguments of the base model.
+        pads: whether sequences may be padded.
+    """
+    rows, kinds = batch_size(inputs), list[Any]()
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor):
+            if pads and name in _MASKS.values() and value.dim() == 2:
+                continue
+            shape: list[Any] = list(value.shape)
+            if not shape or shape[0] != rows:
+                # not one value for each row; the same object may be shared
+                kinds.append((name, id(value)))
+                continue
+            shape[0] = "rows"
+            if pads and name in _SEQUENCES and len(shape) > 1:
+                shape[1] = "tokens"
+            kinds.append((name, value.dtype, value.device, tuple(shape)))
+        elif isinstance(value, (bool, int, float, str)):
+            kinds.append((name, value))
+        elif value is not None:
+            kinds.append((name, id(value)))
+    return tuple(kinds)
+
+
+def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
+    """Return one call for the rows of several batches of one kind.
+
+    Args:
+        batches: arguments of the base model, of each.
+        padding: the id of padding.
+    """
+    pieces, start = [], 0
+    for each in batches:
+        pieces.append(Piece(start, batch_size(each), _lengths(each)))
+        start += pieces[-1].rows
+    found = [piece.lengths for piece in pieces]
+    lengths = {name: max(own[name] for own in found) for name in found[0]}
+    is_padded = {name for own in found for name in own if own[name] != lengths[name]}
+    inputs: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in batches for name in each):
+        values = [each.get(name) for each in batches]
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        if name in _MASKS.values() and all(t.dim() == 2 for t in tensors):
+            continue
+        if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] != pieces[0].rows:
+            inputs[name] = values[0]
+            continue
+        fill = padding if name in _IDS else 0
+        length = lengths.get(_SEQUENCES.get(name, ""))
+        inputs[name] = torch.cat([_padded(t, length, fill) for t in tensors])  # [rows, …]
+    for sequence, name in _MASKS.items():
+        if sequence not in lengths or name in inputs:
+            continue
+        masks = [each.get(name) for each in batches]
+        if sequence not in is_padded and all(mask is None for mask in masks):
+            continue
+        like = next(t for n, t in inputs.items() if _SEQUENCES.get(n) == sequence)
+        whole = [
+            mask
+            if mask is not None
+            else like.new_ones(p.rows, p.lengths[sequence], dtype=torch.long)
+            for mask, p in zip(masks, pieces, strict=True)
+        ]
+        inputs[name] = torch.cat([_padded(m, lengths[sequence], 0) for m in whole])
+    return Joined(inputs, pieces, start, lengths)
+
+
+def _lengths(inputs: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, sequence in _SEQUENCES.items():
+        value = inputs.get(name)
+        if isinstance(value, Tensor) and value.dim() > 1:
+            found.setdefault(sequence, value.shape[1])
+    return found
+
+
+def _padded(t: Tensor, length: int | None, fill: int) -> Tensor:
+    missing = 0 if length is None or t.dim() < 2 else length - t.shape[1]
+    if not missing:
+        return t
+    # behind the tokens, whatever dimensions follow
+    return pad(t, (*(0 for _ in range(2 * (t.dim() - 2))), 0, missing), value=fill)
+
+
+def divide(outputs: Any, joined: Joined, number: int) -> Any:
+    """Return the outputs of a joined call for one of its batches.
+
+    Args:
+        outputs: a mapping.
+        joined: the call.
+        number: of the batch.
+
+    Raises:
+        BatchError: a value belongs to the whole batch.
+    """
+    piece = joined.pieces[number]
+
+    def own(name: str, t: Tensor) -> Tensor:
+        if name in _FLAT and t.dim() == 2:
+            length = next((piece.lengths[s] for s in _FLAT[name] if s in piece.lengths), None)
+            t = t.reshape(joined.rows, -1, t.shape[-1])  # [rows, tokens, experts]
+            return t[piece.start : piece.start + piece.rows, :length].flatten(0, 1)
+        if not t.dim() or t.shape[0] != joined.rows:
+            raise BatchError(f"the output {name!r} of the base model is of the whole batch")
+        t = t.narrow(0, piece.start, piece.rows)
+        if piece.lengths == joined.lengths:
+            return t
+        if name not in _OUTPUTS:
+            raise BatchError(f"which dimension of the output {name!r} is tokens is unknown")
+        for dim, of in _OUTPUTS[name].items():
+            sequence = next((s for s in of if s in joined.lengths), "")
+            if t.shape[dim] != joined.lengths.get(sequence):
+                raise BatchError(f"the output {name!r} does not have one state for each token")
+            t = t.narrow(dim, 0, piece.lengths[sequence])
+        return t
+
+    taken: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if name in _CACHES:
+            continue
+        if isinstance(value, Tensor):
+            taken[name] = own(name, value)
+        elif isinstance(value, tuple):
+            taken[name] = tuple(None if t is None else own(name, t) for t in value)
+        elif value is not None:
+            raise BatchError(f"the output {name!r} of the base model cannot be divided")
+    return type(outputs)(**taken)

@@ -1,0 +1,686 @@
+"""`MultiAdapterTrainer`: several adapters over one base model, trained in one run.
+
+Each adapter has a trainer of its own, with its own data, arguments, optimizer and checkpoints. The
+trainers run in turn up to the point where they call the base model. One call then computes the rows
+of all of them, each row with its own adapter, and one backward pass follows, so that the base model
+is read once for all. Everything else (heads, losses, clipping, optimizers, schedules, metrics,
+callbacks, checkpoints) is what each trainer does alone, with the random numbers that it draws
+alone.
+
+Without dropout the results are those of separate runs, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from adapterzoo.anatomy import unwrapped
+from adapterzoo.composition import Composition, fusions_of, parse
+from adapterzoo.composition.rows import has_rows
+from adapterzoo.errors import (
+    AdapterZooError,
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    unknown_name,
+)
+from adapterzoo.model import batches
+from adapterzoo.model.activation import make_plan
+from adapterzoo.model.heads.named import saved_names
+from adapterzoo.model.mixin import AdapterModelMixin
+from adapterzoo.model.state import stacks_of
+from adapterzoo.runtime import Plan
+from adapterzoo.trainer import AdapterTrainer, Part
+
+from .coroutines import Coroutine, ProcessState
+from .mixing import Joined, divide, join, kind_of
+
+logger = logging.getLogger(__name__)
+
+# what the trainers of one process share; each must be the same for all
+_SHARED = (
+    "bf16", "fp16", "tf32", "use_cpu", "full_determinism", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "use_liger_kernel",
+)  # fmt: skip
+# what would change the model under the other runs
+_ALONE = {
+    "torch_compile": False, "neftune_noise_alpha": None, "auto_find_batch_size": False,
+    "deepspeed": None, "fsdp": None,
+}  # fmt: skip
+# the largest difference of outputs that have the same formula, as a part of the largest value
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_COARSE = 5e-2
+
+
+class _Forward(NamedTuple):
+    """A run waits for the outputs of a module: the base model, or an encoder or decoder."""
+
+    path: str
+    inputs: dict[str, Any]
+
+
+class _Backward(NamedTuple):
+    """A run has the gradients of its outputs, and waits for those of its parameters."""
+
+
+class _Alone(NamedTuple):
+    """Answer to a `_Forward`: run the base model yourself."""
+
+
+@dataclass(eq=False)
+class AdapterRun:
+    """One adapter in a `MultiAdapterTrainer`.
+
+    Attributes:
+        name: of the run.
+        setup: what is trained: an adapter, or a composition of adapters.
+        trainer: its trainer.
+        parameters: what it trains, by name.
+        result: what its `train()` has returned; None before.
+        is_mixed: whether its rows share calls of the base model with those of other runs.
+    """
+
+    name: str
+    setup: Composition
+    parameters: dict[str, nn.Parameter]
+    plan: Plan
+    state: ProcessState
+    trainer: Any = None
+    result: Any = None
+    is_mixed: bool = True
+    resume_from: str | None = None
+    verified: set[str] = field(default_factory=set)
+    is_stepping: bool = False
+    coroutine: Coroutine = field(init=False)
+    # for each call of the base model in a step: outputs, and the leaves that stand for them
+    calls: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Show what is trained, and how far it is."""
+        state = self.trainer.state
+        return f"AdapterRun({self.name!r}, step {state.global_step} of {state.max_steps})"
+
+
+class _View(nn.Module):
+    """A model as one run sees it: the parameters are its own, calls go through `forward`."""
+
+    def __init__(self, model: nn.Module, run: AdapterRun) -> None:
+        super().__init__()
+        # not a submodule: other runs train other parameters of it
+        self.__dict__["module"] = model
+        self.__dict__["_run"] = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def _get_name(self) -> str:
+        return cast("str", self.module._get_name())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._run.parameters.items()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield from self._run.parameters.values()
+
+    def train(self, mode: bool = True) -> Any:
+        self.module.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class _OwnRun(AdapterTrainer):
+    """In front of the class of a trainer: it trains and saves one run, beside others."""
+
+    _run: AdapterRun
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        own = {id(p) for p in self._run.parameters.values()}
+        everything = cast("nn.Module", self.model).parameters()
+        others = [p for p in everything if p.requires_grad and id(p) not in own]
+        _require_grad(others, False)
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            _require_grad(others, True)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if not training or isinstance(model, _View):
+            return model
+        view = _View(cast("nn.Module", self.model), self._run)
+        return self.accelerator.prepare_model(view, device_placement=False, evaluation_mode=True)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        run = self._run
+        run.is_stepping = True
+        try:
+            loss = super().training_step(*args, **kwargs)
+            if run.calls:
+                run.coroutine.wait_for(_Backward())
+        finally:
+            run.is_stepping = False
+            run.calls.clear()
+        if self.args.world_size > 1 and self.accelerator.sync_gradients:
+            _average(list(run.parameters.values()))
+        return loss
+
+    def _part(self) -> Part:
+        run, model = self._run, self._adapted
+        adapters, fusions = run.setup.flatten(), [fuse.name for fuse in fusions_of(run.setup)]
+        heads = [n for n in saved_names(model) if n in adapters or n in run.plan.heads.names]
+        return Part(adapters, heads, fusions, run.parameters)
+
+
+class MultiAdapterTrainer:
+    """Trains several adapters over one base model at once, each with its own trainer.
+
+    ```python
+    trainer = MultiAdapterTrainer(model)
+    trainer.add("reviews", args=TrainingArguments("runs/reviews"), train_dataset=reviews)
+    trainer.add("topics", args=TrainingArguments("runs/topics", seed=1), train_dataset=topics)
+    results = trainer.train()
+    ```
+
+    The rows of all runs share one call of the base model where that gives what each gets alone;
+    other runs take turns. Which they are is in `docs/training.md`.
+
+    Attributes:
+        model: the model.
+        runs: name → run, in the order in which they were added.
+        at_once: how many runs train at the same time; the others wait until one ends.
+    """
+
+    def __init__(self, model: nn.Module, at_once: int | None = None) -> None:
+        """Start without runs.
+
+        Args:
+            model: with adapters.
+            at_once: how many runs train at the same time; None: all.
+
+        Raises:
+            ConfigError: `at_once` is not a positive number.
+            StateError: the model has no adapters.
+        """
+        adapted = unwrapped(model)
+        if not isinstance(adapted, AdapterModelMixin):
+            raise StateError(
+                f"MultiAdapterTrainer({type(adapted).__name__}): the model has no adapters. Write "
+                "AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model)."
+            )
+        if at_once is not None and at_once < 1:
+            raise ConfigError(f"at_once={at_once}: at least one run trains. Write at_once=1.")
+        self.model: Any = adapted
+        self.at_once = at_once
+        self.runs: dict[str, AdapterRun] = {}
+        self._here = threading.local()
+        # what runs have in common → its own forward; empty while nothing trains
+        self._plain: dict[str, Callable[..., Any]] = {}
+        self._running: list[AdapterRun] = []
+        self._coming: list[Callable[[], AdapterRun]] = []
+
+    # --- runs ---
+
+    def add(
+        self,
+        name: str,
+        args: Any,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        adapter_names: Any = None,
+        train_embeddings: bool = False,
+        trainer_class: type[AdapterTrainer] = AdapterTrainer,
+        **kwargs: Any,
+    ) -> None:
+        """Add a run, also while others train: it joins them at the next step.
+
+        Args:
+            name: of the run, and of the adapter without `adapter_names`.
+            args: `TrainingArguments`, with a folder of its own.
+            train_dataset: rows to train on.
+            eval_dataset: rows to evaluate on, or a dict of several such.
+            adapter_names: what is trained, as `train_adapter` takes it; with a `Fuse`, its layers
+                as `train_adapter_fusion` does. None: the adapter with the name of the run.
+            train_embeddings: as in `train_adapter`.
+            trainer_class: the class of its trainer.
+            **kwargs: other arguments of the trainer, such as `data_collator` and
+                `compute_metrics`.
+
+        Raises:
+            ConfigError: the arguments differ from those of other runs where they must not, or two
+                runs train the same parameters or write into the same folder.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: an adapter is unknown.
+        """
+        if name in self.runs:
+            raise DuplicateNameError(f"there is a run {name!r}. Write another name.")
+        self._check(name, args)
+        setup = cast("Composition", parse(name if adapter_names is None else adapter_names))
+        for each in setup.flatten():
+            self.model._adapter_state.find(each)
+        make = functools.partial(
+            self._made, name, args, setup, train_embeddings, trainer_class,
+            {"train_dataset": train_dataset, "eval_dataset": eval_dataset, **kwargs},
+        )  # fmt: skip
+        if not self._plain:
+            make()
+        else:
+            # between two steps, outside of the trainer that calls this
+            self._coming.append(make)
+
+    def _check(self, name: str, args: Any) -> None:
+        for option, default in _ALONE.items():
+            value = getattr(args, option, default)
+            if value and value != default:
+                raise ConfigError(
+                    f"{option}={value!r} would change the model under other runs. Leave it out, or "
+                    "write AdapterTrainer(…)."
+                )
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"one process sees {args.n_gpu} GPUs. Start with torchrun, or set "
+                "CUDA_VISIBLE_DEVICES=0."
+            )
+        for other in self.runs.values():
+            own = other.trainer.args
+            for option in _SHARED:
+                one, two = (getattr(each, option, None) for each in (own, args))
+                if one != two:
+                    raise ConfigError(
+                        f"{option}={two!r}, but {other.name!r} has {one!r}, and one forward is for "
+                        f"both. Write {option}={one!r}."
+                    )
+            if Path(own.output_dir).resolve() == Path(args.output_dir).resolve():
+                raise ConfigError(
+                    f"{other.name!r} writes into {args.output_dir!r} already. Write another "
+                    f"output_dir, such as {str(Path(args.output_dir) / name)!r}."
+                )
+
+    def _made(
+        self,
+        name: str,
+        args: Any,
+        setup: Composition,
+        train_embeddings: bool,
+        trainer_class: type[AdapterTrainer],
+        options: dict[str, Any],
+    ) -> AdapterRun:
+        model, default = self.model, self.model._active.default
+        before = default.plan
+        try:
+            if fusions_of(setup):
+                model.train_adapter_fusion(setup)
+            else:
+                model.train_adapter(setup, train_embeddings=train_embeddings)
+            own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            plan = make_plan(model, setup, default.plan.heads)
+        finally:
+            for other in self.runs.values():
+                _require_grad(other.parameters.values(), True)
+            default.plan = before
+        for other in self.runs.values():
+            if both := sorted(own.keys() & other.parameters.keys()):
+                raise ConfigError(
+                    f"{other.name!r} trains {both[0]!r} already. Give {name!r} an adapter and a "
+                    f"head of its own: model.add_adapter({name!r}, …), and a head of that name."
+                )
+        run = AdapterRun(name, setup, own, plan, ProcessState())
+        run.is_mixed = not has_rows(setup) and plan.prompts is None
+        cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
+        with self._as(run):
+            run.trainer = cls(model, args, **options)
+        run.coroutine = Coroutine(functools.partial(self._train, run), run.state)
+        self.runs[name] = run
+        return run
+
+    @contextmanager
+    def _as(self, run: AdapterRun) -> Iterator[None]:
+        """Let this thread be that of a run."""
+        with run.state.entered(), self.model._active.entered(run.plan):
+            yield
+
+    # --- training ---
+
+    def train(
+        self, resume_from_checkpoint: bool | Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Train all runs to their ends.
+
+        Args:
+            resume_from_checkpoint: True: each run goes on from the last whole checkpoint in its
+                folder, or starts if there is none. A dict has the checkpoint of each run.
+
+        Returns:
+            name of a run → what its trainer's `train()` returns.
+
+        Raises:
+            CheckpointError: no run has a checkpoint, or one does not fit.
+            StateError: there are no runs, or an `AdapterSetup` is active here.
+            UnknownNameError: a checkpoint is of an unknown run.
+        """
+        if not self.runs:
+            raise StateError(
+                "there are no runs. Write trainer.add('my_task', args, train_dataset)."
+            )
+        if self.model._active.local_plan is not None:
+            raise StateError("train() inside an AdapterSetup. Leave the block first.")
+        self._resume(resume_from_checkpoint)
+        waiting = [run for run in self.runs.values() if run.result is None]
+        with self._intercepted():
+            try:
+                self._drive(waiting)
+            finally:
+                for run in self._running:
+                    run.coroutine.stop()
+                self._running = []
+        return {name: run.result for name, run in self.runs.items()}
+
+    def evaluate(self, **kwargs: Any) -> dict[str, dict[str, float]]:
+        """Evaluate all runs that have rows to evaluate on.
+
+        Args:
+            **kwargs: of `Trainer.evaluate`.
+
+        Returns:
+            name of a run → its metrics.
+        """
+        found = {}
+        for name, run in self.runs.items():
+            if run.trainer.eval_dataset is not None:
+                with self._as(run):
+                    found[name] = run.trainer.evaluate(**kwargs)
+        return found
+
+    def _resume(self, given: bool | Mapping[str, str] | None) -> None:
+        if isinstance(given, Mapping):
+            for name in given:
+                if name not in self.runs:
+                    raise unknown_name("", "run", name, self.runs)
+            for name, run in self.runs.items():
+                run.resume_from = given.get(name)
+            return
+        for run in self.runs.values():
+            last = last_checkpoint(run.trainer.args.output_dir) if given else None
+            run.resume_from = None if last is None else str(last)
+        if given and not any(run.resume_from for run in self.runs.values()):
+            raise CheckpointError(
+                "no run has a whole checkpoint. Write train() without resume_from_checkpoint."
+            )
+
+    def _train(self, run: AdapterRun) -> Any:
+        """Train one run; in its coroutine."""
+        self._here.run = run
+        try:
+            with self.model._active.entered(run.plan):
+                return run.trainer.train(resume_from_checkpoint=run.resume_from)
+        except AdapterZooError as error:
+            raise type(error)(f"run {run.name!r}: {error}") from error
+
+    def _drive(self, waiting: list[AdapterRun]) -> None:
+        """Let the runs go on until all have ended."""
+        running = self._running
+        while waiting or running or self._coming:
+            if not any(isinstance(run.coroutine.request, _Forward) for run in running):
+                # between two steps
+                waiting += [make() for make in self._coming]
+                self._coming.clear()
+                room = len(waiting) if self.at_once is None else self.at_once - len(running)
+                for run in waiting[:room]:
+                    running.append(run)
+                    self._resume_run(run)
+                del waiting[:room]
+            asking = [run for run in running if isinstance(run.coroutine.request, _Forward)]
+            if asking:
+                answers = self._outputs(asking)
+                for run in asking:
+                    self._resume_run(run, answers[run])
+                continue
+            steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
+            self._backward(steps)
+            for run in steps:
+                self._resume_run(run)
+
+    def _resume_run(self, run: AdapterRun, answer: Any = None) -> None:
+        run.coroutine.resume(answer)
+        if run.coroutine.is_ended:
+            run.result = run.coroutine.result
+            run.resume_from = None
+            self._running.remove(run)
+
+    # --- the base model ---
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        """Let calls of what all runs have in common wait for those of the others."""
+        model = self.model
+        shared = {"": model._backbone}
+        if model._backbone is model:
+            # the loss is computed within its forward
+            shared = dict(stacks_of(model))
+        before = {path: vars(module).get("forward") for path, module in shared.items()}
+        self._plain = {path: module.forward for path, module in shared.items()}
+        for path, module in shared.items():
+            module.forward = self._waiting(path)
+        try:
+            yield
+        finally:
+            for path, module in shared.items():
+                del module.forward
+                if before[path] is not None:
+                    module.forward = before[path]
+            self._plain = {}
+
+    def _waiting(self, path: str) -> Callable[..., Any]:
+        """Return the `forward` of a module while runs train."""
+        plain = self._plain[path]
+        positions = [
+            p.name
+            for p in inspect.signature(plain).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run: AdapterRun | None = getattr(self._here, "run", None)
+            is_step = run is not None and run.is_stepping and torch.is_grad_enabled()
+            if run is None or not is_step or not run.is_mixed:
+                return plain(*args, **kwargs)
+            given = batches.named_inputs(positions, args, kwargs)
+            if given.get("return_dict") is False or given.get("past_key_values") is not None:
+                return plain(*args, **kwargs)
+            answer = run.coroutine.wait_for(_Forward(path, given))
+            return plain(*args, **kwargs) if isinstance(answer, _Alone) else _leaves(run, answer)
+
+        return forward
+
+    def _outputs(self, asking: list[AdapterRun]) -> dict[AdapterRun, Any]:
+        """Return the outputs of the base model for each run that waits for them."""
+        # a run may have been last to evaluate
+        self.model.train()
+        groups: dict[Any, list[AdapterRun]] = {}
+        for run in asking:
+            path, inputs = run.coroutine.request
+            groups.setdefault((path, kind_of(inputs, pads=True)), []).append(run)
+        answers: dict[AdapterRun, Any] = {}
+        for group in groups.values():
+            if len(group) == 1:
+                answers[group[0]] = _Alone()
+                continue
+            path = group[0].coroutine.request.path
+            new = [run for run in group if path not in run.verified]
+            if new:
+                self._verify(group, new)
+            mixed = [run for run in group if run.is_mixed]
+            answers |= {run: _Alone() for run in group if not run.is_mixed}
+            if len(mixed) == 1:
+                answers[mixed[0]] = _Alone()
+            elif mixed:
+                answers |= self._mixed(mixed)
+        return answers
+
+    def _mixed(self, group: list[AdapterRun]) -> dict[AdapterRun, Any]:
+        """Return the outputs of runs from one call for all their rows."""
+        steps = [(r.name, r.trainer.args.seed, r.trainer.state.global_step) for r in group]
+        devices = [p.device for p in self.model.parameters() if p.device.type == "cuda"][:1]
+        with torch.random.fork_rng(devices), group[0].trainer.compute_loss_context_manager():
+            # what is dropped depends on the seeds and steps of these runs alone
+            torch.manual_seed(zlib.crc32(repr(steps).encode()))
+            outputs, joined = self._call(group)
+        return {run: divide(outputs, joined, i) for i, run in enumerate(group)}
+
+    def _call(self, group: list[AdapterRun]) -> tuple[Any, Joined]:
+        plain = self._plain[group[0].coroutine.request.path]
+        joined = join([run.coroutine.request.inputs for run in group], _padding(self.model))
+        names = [
+            run.setup for run, p in zip(group, joined.pieces, strict=True) for _ in range(p.rows)
+        ]
+        inputs = joined.inputs
+        plan, _ = batches.plan_of_call(self.model, inputs, names, one_head=True)
+        if inputs.get("use_cache") is None and "use_cache" in _parameters(plain):
+            inputs = {**inputs, "use_cache": False}
+        with self.model._active.overridden(plan):
+            return plain(**inputs), joined
+
+    def _verify(self, group: list[AdapterRun], new: list[AdapterRun]) -> None:
+        """Compare the outputs of a mixed call with those that new runs get alone.
+
+        Padding can reach tokens that an attention mask does not protect, such as those of a
+        convolution; experts can be full; a method may not divide its rows. Runs of which the
+        outputs differ take turns.
+        """
+        path = group[0].coroutine.request.path
+        plain = self._plain[path]
+        self.model.eval()
+        why: dict[AdapterRun, str] = {}
+        with torch.no_grad(), torch.random.fork_rng(), ExitStack() as stack:
+            stack.enter_context(group[0].trainer.compute_loss_context_manager())
+            alone = {}
+            for run in new:
+                with self.model._active.overridden(run.plan):
+                    alone[run] = plain(**run.coroutine.request.inputs)
+            mixed = list(group)
+            while len(mixed) > 1:
+                try:
+                    outputs, joined = self._call(mixed)
+                    found = {r: divide(outputs, joined, i) for i, r in enumerate(mixed)}
+                except AdapterZooError as error:
+                    # the youngest is what has changed
+                    why[mixed[-1]] = str(error)
+                    mixed.pop()
+                    continue
+                differ = [r for r in mixed if r in alone and not _same(alone[r], found[r])]
+                if not differ:
+                    break
+                why[differ[-1]] = "the outputs of the base model differ"
+                mixed.remove(differ[-1])
+        self.model.train()
+        for run in new:
+            run.verified.add(path)
+        for run, reason in why.items():
+            run.is_mixed = False
+            logger.warning("%r takes turns with the other runs: %s.", run.name, reason)
+
+    def _backward(self, steps: list[AdapterRun]) -> None:
+        """Compute the gradients of all parameters from those of the outputs."""
+        for number in reversed(range(max((len(run.calls) for run in steps), default=0))):
+            calls = [run.calls[number] for run in steps if len(run.calls) > number]
+            pairs = [(t, leaf.grad) for call in calls for t, leaf in call if leaf.grad is not None]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def last_checkpoint(folder: str) -> Path | None:
+    """Return the last checkpoint in a folder that was written to its end; None without one."""
+    found = []
+    for state in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
+        try:
+            # the last file of a checkpoint
+            step = int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
+        except (ValueError, KeyError):
+            continue
+        found.append((step, state.parent))
+    return max(found)[1] if found else None
+
+
+def _leaves(run: AdapterRun, outputs: Any) -> Any:
+    """Return the outputs as leaves of a graph: the run's backward pass ends there."""
+    call: list[tuple[Tensor, Tensor]] = []
+    known: dict[int, Tensor] = {}
+
+    def leaf(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.requires_grad:
+            return t
+        if id(t) not in known:
+            known[id(t)] = t.detach().requires_grad_()
+            call.append((t, known[id(t)]))
+        return known[id(t)]
+
+    made = {
+        name: tuple(map(leaf, value)) if isinstance(value, tuple) else leaf(value)
+        for name, value in outputs.items()
+    }
+    run.calls.append(call)
+    return type(outputs)(**made)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Return whether outputs are equal, up to the order of sums."""
+    for name, value in two.items():
+        pairs = (
+            zip(value, one[name], strict=True) if isinstance(value, tuple) else [(value, one[name])]
+        )
+        for a, b in pairs:
+            if not isinstance(a, Tensor) or not a.is_floating_point() or not a.numel():
+                continue
+            if a.shape != b.shape:
+                return False
+            limit = _TOLERANCE.get(a.dtype, _COARSE) * b.abs().max().clamp(min=1e-6)
+            if not bool((a - b).abs().max() <= limit):
+                return False
+    return True
+
+
+def _average(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients over all processes, as DDP does."""
+    has = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
+    counts = has.float()
+    dist.all_reduce(counts)
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def _require_grad(parameters: Any, value: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(value)
+
+
+def _padding(model: Any) -> int:
+    """Return the id of padding; the first id if there is none, which a mask hides."""
+    config = model.config.get_text_config()
+    return int(getattr(config, "pad_token_id", None) or 0)
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
