@@ -17,42 +17,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.state import GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 class ProcessState:
     """What is global in a process, but belongs to one training run.
 
-    The states of all random number generators, and accelerate's record of the running accumulation.
+    The states of all random number generators, and what accelerate keeps for its `Accelerator`:
+    devices, processes and the running accumulation. New `TrainingArguments` empty it for all.
     Tested with accelerate 1.3 to 1.15.
     """
 
     def __init__(self) -> None:
-        """Take the state as it is, with no accumulation running."""
+        """Take the random numbers as they are, and nothing of accelerate."""
         self._random = _random_state()
-        self._gradients: dict[str, Any] = {}
+        self._kept: list[dict[str, Any]] = [{} for _ in _KEPT]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make this the state of the process within the block."""
-        shared = GradientState._shared_state
-        outer = _random_state(), dict(shared)
-        self._put(self._random, self._gradients)
+        outer = _random_state(), [dict(cls._shared_state) for cls in _KEPT]
+        _put_random(self._random)
+        self.put_back()
         try:
             yield
         finally:
-            self._random, self._gradients = _random_state(), dict(shared)
-            self._put(*outer)
+            self._random = _random_state()
+            self.keep()
+            _put_random(outer[0])
+            _put_kept(outer[1])
 
-    @staticmethod
-    def _put(state: _RandomState, gradients: dict[str, Any]) -> None:
-        random.setstate(state.python)
-        np.random.set_state(state.numpy)
-        torch.set_rng_state(state.cpu)
-        if state.cuda:
-            torch.cuda.set_rng_state_all(state.cuda)
-        GradientState._shared_state.clear()
-        GradientState._shared_state.update(gradients)
+    def keep(self) -> None:
+        """Take accelerate's state as it is."""
+        self._kept = [dict(cls._shared_state) for cls in _KEPT]
+
+    def put_back(self) -> None:
+        """Give accelerate its state as it was when it was kept."""
+        _put_kept(self._kept)
+
+
+# classes of which all objects share one dict
+_KEPT: tuple[Any, ...] = (PartialState, AcceleratorState, GradientState)
+
+
+def _put_kept(kept: list[dict[str, Any]]) -> None:
+    for cls, values in zip(_KEPT, kept, strict=True):
+        cls._shared_state.clear()
+        cls._shared_state.update(values)
 
 
 class _RandomState(NamedTuple):
@@ -60,6 +71,14 @@ class _RandomState(NamedTuple):
     numpy: Any
     cpu: torch.Tensor
     cuda: list[torch.Tensor]
+
+
+def _put_random(state: _RandomState) -> None:
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.cpu)
+    if state.cuda:
+        torch.cuda.set_rng_state_all(state.cuda)
 
 
 def _random_state() -> _RandomState:

@@ -18,8 +18,8 @@ import json
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -64,6 +64,8 @@ _ALONE = {
     "torch_compile": False, "neftune_noise_alpha": None, "auto_find_batch_size": False,
     "deepspeed": None, "fsdp": None,
 }  # fmt: skip
+# the file of a checkpoint that says when it was saved
+_CLOCK = "run.json"
 # the largest difference of outputs that have the same formula, as a part of the largest value
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _COARSE = 5e-2
@@ -102,10 +104,11 @@ class AdapterRun:
     parameters: dict[str, nn.Parameter]
     plan: Plan
     state: ProcessState
+    many: MultiAdapterTrainer
     trainer: Any = None
     result: Any = None
     is_mixed: bool = True
-    resume_from: str | None = None
+    resume_from: Path | None = None
     verified: set[str] = field(default_factory=set)
     is_stepping: bool = False
     coroutine: Coroutine = field(init=False)
@@ -173,14 +176,23 @@ class _OwnRun(AdapterTrainer):
         run.is_stepping = True
         try:
             loss = super().training_step(*args, **kwargs)
-            if run.calls:
-                run.coroutine.wait_for(_Backward())
+            # also without calls: runs that take turns keep step with the others
+            run.coroutine.wait_for(_Backward())
         finally:
             run.is_stepping = False
             run.calls.clear()
         if self.args.world_size > 1 and self.accelerator.sync_gradients:
             _average(list(run.parameters.values()))
         return loss
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run, folder = self._run, Path(self._get_output_dir(trial))
+        folder /= f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            document = {"clock": run.many.clock, "waiting": [r.name for r in run.many._waiting]}
+            (folder / _CLOCK).write_text(json.dumps(document), encoding="utf-8")
+        super()._save_checkpoint(model, trial)
 
     def _part(self) -> Part:
         run, model = self._run, self._adapted
@@ -206,6 +218,7 @@ class MultiAdapterTrainer:
         model: the model.
         runs: name → run, in the order in which they were added.
         at_once: how many runs train at the same time; the others wait until one ends.
+        clock: how many batches each run that trains from the start has seen.
     """
 
     def __init__(self, model: nn.Module, at_once: int | None = None) -> None:
@@ -233,7 +246,9 @@ class MultiAdapterTrainer:
         self._here = threading.local()
         # what runs have in common → its own forward; empty while nothing trains
         self._plain: dict[str, Callable[..., Any]] = {}
+        self.clock = 0
         self._running: list[AdapterRun] = []
+        self._waiting: list[AdapterRun] = []
         self._coming: list[Callable[[], AdapterRun]] = []
 
     # --- runs ---
@@ -270,6 +285,9 @@ class MultiAdapterTrainer:
             DuplicateNameError: the name is taken.
             UnknownNameError: an adapter is unknown.
         """
+        if (caller := getattr(self._here, "run", None)) is not None:
+            # the arguments have emptied what accelerate keeps for the run that calls this
+            caller.state.put_back()
         if name in self.runs:
             raise DuplicateNameError(f"there is a run {name!r}. Write another name.")
         self._check(name, args)
@@ -325,6 +343,7 @@ class MultiAdapterTrainer:
     ) -> AdapterRun:
         model, default = self.model, self.model._active.default
         before = default.plan
+        trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if fusions_of(setup):
                 model.train_adapter_fusion(setup)
@@ -332,17 +351,22 @@ class MultiAdapterTrainer:
                 model.train_adapter(setup, train_embeddings=train_embeddings)
             own = {n: p for n, p in model.named_parameters() if p.requires_grad}
             plan = make_plan(model, setup, default.plan.heads)
-        finally:
             for other in self.runs.values():
-                _require_grad(other.parameters.values(), True)
+                if both := sorted(own.keys() & other.parameters.keys()):
+                    raise ConfigError(
+                        f"{other.name!r} trains {both[0]!r} already. Give {name!r} an adapter and "
+                        f"a head of its own: model.add_adapter({name!r}, …), and a head of that "
+                        "name."
+                    )
+        except AdapterZooError:
+            model.freeze_model(True)
+            _require_grad(trained, True)
+            raise
+        finally:
             default.plan = before
         for other in self.runs.values():
-            if both := sorted(own.keys() & other.parameters.keys()):
-                raise ConfigError(
-                    f"{other.name!r} trains {both[0]!r} already. Give {name!r} an adapter and a "
-                    f"head of its own: model.add_adapter({name!r}, …), and a head of that name."
-                )
-        run = AdapterRun(name, setup, own, plan, ProcessState())
+            _require_grad(other.parameters.values(), True)
+        run = AdapterRun(name, setup, own, plan, ProcessState(), self)
         run.is_mixed = not has_rows(setup) and plan.prompts is None
         cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
         with self._as(run):
@@ -365,8 +389,10 @@ class MultiAdapterTrainer:
         """Train all runs to their ends.
 
         Args:
-            resume_from_checkpoint: True: each run goes on from the last whole checkpoint in its
-                folder, or starts if there is none. A dict has the checkpoint of each run.
+            resume_from_checkpoint: True: the runs go on from the last whole checkpoints in their
+                folders that were saved at the same time, which gives the bits of a run that was not
+                interrupted; if there are none, each goes on from its last one, or starts. A dict
+                has the checkpoint of each run.
 
         Returns:
             name of a run → what its trainer's `train()` returns.
@@ -383,10 +409,10 @@ class MultiAdapterTrainer:
         if self.model._active.local_plan is not None:
             raise StateError("train() inside an AdapterSetup. Leave the block first.")
         self._resume(resume_from_checkpoint)
-        waiting = [run for run in self.runs.values() if run.result is None]
+        self._waiting = [run for run in self.runs.values() if run.result is None]
         with self._intercepted():
             try:
-                self._drive(waiting)
+                self._drive()
             finally:
                 for run in self._running:
                     run.coroutine.stop()
@@ -410,43 +436,66 @@ class MultiAdapterTrainer:
         return found
 
     def _resume(self, given: bool | Mapping[str, str] | None) -> None:
+        """Choose the checkpoint of each run."""
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in self.runs:
+                raise unknown_name("", "run", name, self.runs)
+        found: Mapping[str, _Saved] = {}
         if isinstance(given, Mapping):
-            for name in given:
-                if name not in self.runs:
-                    raise unknown_name("", "run", name, self.runs)
-            for name, run in self.runs.items():
-                run.resume_from = given.get(name)
-            return
-        for run in self.runs.values():
-            last = last_checkpoint(run.trainer.args.output_dir) if given else None
-            run.resume_from = None if last is None else str(last)
-        if given and not any(run.resume_from for run in self.runs.values()):
-            raise CheckpointError(
-                "no run has a whole checkpoint. Write train() without resume_from_checkpoint."
-            )
+            found = {name: _Saved.read(Path(path)) for name, path in given.items()}
+        elif given:
+            found = self._saved_together()
+            if not found:
+                raise CheckpointError(
+                    "no run has a whole checkpoint. Write train() without resume_from_checkpoint."
+                )
+        for name, run in self.runs.items():
+            run.resume_from = found[name].folder if name in found else None
+        self.clock = max((saved.clock for saved in found.values()), default=0)
+
+    def _saved_together(self) -> dict[str, _Saved]:
+        """Return the last checkpoints of one time; the last of each run if there are none."""
+        every = {name: _whole(run.trainer.args.output_dir) for name, run in self.runs.items()}
+        every = {name: saved for name, saved in every.items() if saved}
+        clocks = {saved.clock for own in every.values() for saved in own}
+        for clock in sorted(clocks, reverse=True):
+            found = {}
+            for name, own in every.items():
+                before = [saved for saved in own if saved.clock <= clock]
+                # a run that has ended by then does not go on
+                if before and (before[-1].clock == clock or before[-1].is_end):
+                    found[name] = before[-1]
+            waiting = {name for saved in found.values() for name in saved.waiting}
+            if self.runs.keys() <= found.keys() | waiting:
+                return found
+        if every:
+            logger.warning("The checkpoints of the runs were saved at different times.")
+        return {name: own[-1] for name, own in every.items()}
 
     def _train(self, run: AdapterRun) -> Any:
         """Train one run; in its coroutine."""
         self._here.run = run
         try:
             with self.model._active.entered(run.plan):
-                return run.trainer.train(resume_from_checkpoint=run.resume_from)
+                start = run.resume_from
+                return run.trainer.train(resume_from_checkpoint=start and str(start))
         except AdapterZooError as error:
             raise type(error)(f"run {run.name!r}: {error}") from error
 
-    def _drive(self, waiting: list[AdapterRun]) -> None:
+    def _drive(self) -> None:
         """Let the runs go on until all have ended."""
-        running = self._running
+        running, waiting = self._running, self._waiting
         while waiting or running or self._coming:
             if not any(isinstance(run.coroutine.request, _Forward) for run in running):
                 # between two steps
                 waiting += [make() for make in self._coming]
                 self._coming.clear()
                 room = len(waiting) if self.at_once is None else self.at_once - len(running)
-                for run in waiting[:room]:
+                starting = waiting[:room]
+                del waiting[:room]
+                for run in starting:
                     running.append(run)
                     self._resume_run(run)
-                del waiting[:room]
             asking = [run for run in running if isinstance(run.coroutine.request, _Forward)]
             if asking:
                 answers = self._outputs(asking)
@@ -455,6 +504,7 @@ class MultiAdapterTrainer:
                 continue
             steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
             self._backward(steps)
+            self.clock += 1
             for run in steps:
                 self._resume_run(run)
 
@@ -478,7 +528,7 @@ class MultiAdapterTrainer:
         before = {path: vars(module).get("forward") for path, module in shared.items()}
         self._plain = {path: module.forward for path, module in shared.items()}
         for path, module in shared.items():
-            module.forward = self._waiting(path)
+            module.forward = self._joining(path)
         try:
             yield
         finally:
@@ -488,7 +538,7 @@ class MultiAdapterTrainer:
                     module.forward = before[path]
             self._plain = {}
 
-    def _waiting(self, path: str) -> Callable[..., Any]:
+    def _joining(self, path: str) -> Callable[..., Any]:
         """Return the `forward` of a module while runs train."""
         plain = self._plain[path]
         positions = [
@@ -538,11 +588,11 @@ class MultiAdapterTrainer:
 
     def _mixed(self, group: list[AdapterRun]) -> dict[AdapterRun, Any]:
         """Return the outputs of runs from one call for all their rows."""
-        steps = [(r.name, r.trainer.args.seed, r.trainer.state.global_step) for r in group]
+        seeds = [(run.name, run.trainer.args.seed) for run in group]
         devices = [p.device for p in self.model.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices), group[0].trainer.compute_loss_context_manager():
-            # what is dropped depends on the seeds and steps of these runs alone
-            torch.manual_seed(zlib.crc32(repr(steps).encode()))
+            # what is dropped depends on the seeds of these runs and the time alone
+            torch.manual_seed(zlib.crc32(repr((seeds, self.clock)).encode()))
             outputs, joined = self._call(group)
         return {run: divide(outputs, joined, i) for i, run in enumerate(group)}
 
@@ -607,17 +657,49 @@ class MultiAdapterTrainer:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
-def last_checkpoint(folder: str) -> Path | None:
-    """Return the last checkpoint in a folder that was written to its end; None without one."""
-    found = []
-    for state in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
+class _Saved(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        clock: when it was saved.
+        folder: where it is.
+        is_end: whether the run had ended.
+        waiting: the runs that had not started.
+    """
+
+    clock: int
+    folder: Path
+    is_end: bool
+    waiting: Sequence[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Saved:
+        """Return what a folder says of itself.
+
+        Raises:
+            CheckpointError: it was not written to its end.
+        """
         try:
             # the last file of a checkpoint
-            step = int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
-        except (ValueError, KeyError):
-            continue
-        found.append((step, state.parent))
-    return max(found)[1] if found else None
+            state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            document = {"clock": state["global_step"], "waiting": []}
+            if (file := folder / _CLOCK).is_file():
+                document = json.loads(file.read_text(encoding="utf-8"))
+            is_end = state["global_step"] >= state["max_steps"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{str(folder)!r} is not a whole checkpoint ({error}). Write the one before it."
+            ) from error
+        return cls(document["clock"], folder, is_end, document["waiting"])
+
+
+def _whole(folder: str) -> list[_Saved]:
+    """Return the checkpoints in a folder that were written to their ends, in order of time."""
+    found = []
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        with suppress(CheckpointError):
+            found.append(_Saved.read(path))
+    return sorted(found)
 
 
 def _leaves(run: AdapterRun, outputs: Any) -> Any:

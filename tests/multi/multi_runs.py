@@ -113,6 +113,7 @@ def together(family: str, configs: Mapping[str, Any], folder: Path, **options: A
             name,
             arguments(folder / name, number, **options),
             rows_of(family, name),
+            rows_of(family, name, 4),
             data_collator=collate,
         )
     return trainer
