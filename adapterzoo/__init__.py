@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .methods.trainable_tokens import TrainableTokensConfig
     from .methods.unions import MAMConfig, UniPELTConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
-    from .multi import MultiAdapterTrainer
+    from .multi import MultiAdapterTrainer, sweep
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
 __version__ = "0.1.0.dev0"
@@ -79,7 +79,7 @@ _HOMES = {
     ),
     "hub": ("AdapterInfo", "adapter_info", "list_adapters"),
     "model": ("AdapterModelMixin", "AdapterSetup", "init", "load_model"),
-    "multi": ("MultiAdapterTrainer",),
+    "multi": ("MultiAdapterTrainer", "sweep"),
     "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
 }  # fmt: skip
 
@@ -168,6 +168,7 @@ __all__ = [
     "init",
     "list_adapters",
     "load_model",
+    "sweep",
 ]
 
 

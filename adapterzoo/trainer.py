@@ -529,7 +529,7 @@ def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None)
 
 
 def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return those of the trained parameters, by name, that belong to no adapter, head or fusion."""
+    """Return those of the parameters, by name, that belong to no adapter, head or fusion."""
     owned = {id(p) for p in own_parameters_of(model)}
     for name in saved_names(model):
         found = record_of(model, name)
@@ -606,7 +606,8 @@ def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
         yield f"fusion {name!r}", stored.adapter, layers
     file = folder / UNFROZEN
     saved_base = native.read(file)[1] if file.is_file() else {}
-    yield "parameters of the base model that are not frozen", saved_base, unfrozen(model, part.trained)
+    free = unfrozen(model, part.trained)
+    yield "parameters of the base model that are not frozen", saved_base, free
 
 
 def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> _Filled:

@@ -8,7 +8,9 @@ that do the work import torch and transformers, and are imported when a command 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -168,9 +170,15 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
     "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
-@click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
-@click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
-@click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
+@click.option("--train", "train_files", required=True, multiple=True, metavar="FILE",
+              help="Training data; repeated: an adapter for each file.")  # fmt: skip
+@click.option("--eval", "eval_files", multiple=True, metavar="FILE",
+              help="Test data; repeated as --train.")  # fmt: skip
+@click.option("--output", required=True, metavar="FOLDER",
+              help="Folder for the adapter; of several, each has a folder in it.")  # fmt: skip
+@click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
+              help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
+              "adapter is saved.")  # fmt: skip
 @click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
@@ -190,31 +198,100 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
 @click.option("--label-column", default="label", help="Name of the column of labels.")
 @_json
 def train_command(
-    train_file: str,
-    eval_file: str | None,
+    train_files: tuple[str, ...],
+    eval_files: tuple[str, ...],
     output: str,
     name: str | None,
+    sweeps: tuple[str, ...],
     text_column: str,
     label_column: str,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train an adapter and a head that classify texts; the base model does not change.
+    """Train adapters and heads that classify texts; the base model does not change.
 
     Data are .csv or .tsv files with a line of column names, or .jsonl files with an object in each
     line; each row has a text and a label. The classes are the labels of the training data. With
-    --eval the accuracy on the test data is printed.
+    --eval the accuracy on the test data is printed. Several adapters are trained in one run.
     """
-    files = Path(train_file), None if eval_file is None else Path(eval_file)
-    rows, tested, classes = read_classes(*files, text_column, label_column)
+    if eval_files and len(eval_files) != len(train_files):
+        raise click.UsageError("Write --eval as often as --train, in the same order.")
+    if len(train_files) > 1 and (name or sweeps):
+        raise click.UsageError("Several --train are named by their files; leave out "
+                               f"{'--name' if name else '--sweep'}.")  # fmt: skip
+    tried = _tried(sweeps)
+    data = [
+        read_classes(Path(file), Path(tested) if tested else None, text_column, label_column)
+        for file, tested in zip(train_files, eval_files or [None] * len(train_files), strict=True)
+    ]
 
-    from .training import train
+    from .training import Task, train
 
     shown = wants_progress(as_json)
     be_quiet(shown)
-    name = name or Path(output).name
-    metrics = train(rows, tested, classes, output, name, progress=shown, **options)
-    print_facts(metrics, as_json)
+    names = [name or Path(output).name]
+    if len(train_files) > 1:
+        names = [Path(file).stem for file in train_files]
+        if len({*names}) < len(names):
+            raise click.UsageError("Files of --train have equal names. Rename one of them.")
+    keys = ("method", "epochs", "lr", "batch_size", "seed", "layers")
+    own = {key: options.pop(key) for key in keys}
+
+    def task(number: int, name: str, folder: Path | None, changes: dict[str, Any]) -> Task:
+        rows, tested, classes = data[number]
+        return Task(name=name, rows=rows, tested=tested, classes=classes, output=folder,
+                    **{**own, **changes})  # fmt: skip
+
+    if tried:
+        runs = [task(0, f"{names[0]}-{i}", None, each) for i, each in enumerate(tried, 1)]
+        found = train(runs, best=(names[0], Path(output)), progress=shown, **options)
+        if as_json:
+            print_json(found)
+            return
+        titles = ["name", *tried[0], "steps", "train_loss", *(["accuracy"] if eval_files else [])]
+        swept = [{**each, **metrics} for each, metrics in zip(tried, found, strict=True)]
+        print_table([*titles, "output"], [[m.get(t) for t in (*titles, "output")] for m in swept])
+        return
+    folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
+    tasks = [task(i, each, folders[i], {}) for i, each in enumerate(names)]
+    found = train(tasks, progress=shown, **options)
+    if len(found) == 1:
+        print_facts(found[0], as_json)
+    elif as_json:
+        print_json(found)
+    else:
+        titles = ["name", "train_rows", "steps", "train_loss"]
+        titles += ["accuracy"] if eval_files else []
+        print_table([*titles, "output"], [[m[t] for t in (*titles, "output")] for m in found])
+
+
+# options that can be swept → the type of their values
+_SWEPT: dict[str, Callable[[str], Any]] = {
+    "method": str, "epochs": float, "lr": float, "batch-size": int, "seed": int, "layers": int,
+}  # fmt: skip
+
+
+def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the combinations of the values of `--sweep`.
+
+    Raises:
+        UsageError: one is not OPTION=VALUES.
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in sweeps:
+        key, _, given = text.partition("=")
+        # commas in brackets belong to a config string
+        values = re.split(r",(?![^\[]*\])", given)
+        try:
+            grid[key.replace("-", "_")] = [_SWEPT[key](value) for value in values]
+        except (KeyError, ValueError) as error:
+            raise click.UsageError(
+                f"--sweep {text}: the options are {', '.join(_SWEPT)}, each with values. Write "
+                "--sweep lr=1e-4,1e-3 or --sweep method=lora,seq_bn."
+            ) from error
+    if not grid:
+        return []
+    return [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
 
 
 @command(

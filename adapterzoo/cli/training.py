@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 import tempfile
@@ -14,18 +15,12 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    DataCollatorWithPadding,
-    PrinterCallback,
-    ProgressCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import DataCollatorWithPadding, TrainingArguments, set_seed
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError
-from adapterzoo.trainer import AdapterTrainer
+from adapterzoo.multi.trainer import MultiAdapterTrainer, RunPrinter
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
 from .models import base_of, load, load_into, tokenizer_of, tokens_of_text
@@ -36,124 +31,166 @@ _NAME = "predicting"
 _OUTPUT = "SequenceClassifierOutput"
 
 
-class _Bar(ProgressCallback):
-    """A progress bar only: the loss is a result, and is printed at the end."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One adapter to train.
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        pass
-
-
-def train(
-    rows: Rows,
-    tested: Rows | None,
-    classes: list[str],
-    output: str,
-    name: str,
-    *,
-    model: str,
-    method: str | None,
-    epochs: float,
-    lr: float,
-    batch_size: int,
-    max_length: int | None,
-    pooling: Any,
-    layers: int,
-    seed: int,
-    device: str | None,
-    progress: bool,
-) -> dict[str, Any]:
-    """Train, test and save an adapter.
-
-    Args:
+    Attributes:
+        name: of adapter and head.
         rows: training data.
         tested: test data, or None.
         classes: names in the order of their ids.
-        output: folder for the adapter.
-        name: of adapter and head.
-        model: folder or Hub name of the base model.
+        output: folder for the adapter; None: it is not saved.
         method: config string; None: the default.
         epochs: passes over the training data.
         lr: initial learning rate.
         batch_size: examples per step.
-        max_length: maximum tokens per text; None: the default.
-        pooling: of the head.
-        layers: of the head.
         seed: of weights, dropout and order.
+        layers: of the head.
+    """
+
+    name: str
+    rows: Rows
+    tested: Rows | None
+    classes: list[str]
+    output: Path | None
+    method: str | None
+    epochs: float
+    lr: float
+    batch_size: int
+    seed: int
+    layers: int
+
+
+def train(
+    tasks: Sequence[Task],
+    *,
+    model: str,
+    max_length: int | None,
+    pooling: Any,
+    device: str | None,
+    progress: bool,
+    best: tuple[str, Path] | None = None,
+) -> list[dict[str, Any]]:
+    """Train adapters over one base model in one run, test them, and save them.
+
+    Args:
+        tasks: one for each adapter.
+        model: folder or Hub name of the base model.
+        max_length: maximum tokens per text; None: the default.
+        pooling: of the heads.
         device: None: CUDA if available.
         progress: whether to show a bar.
+        best: name and folder of the best of them, by accuracy or else by loss; None: no choice.
 
     Returns:
-        Numbers of rows and steps, loss, accuracy and output folder, as JSON types.
+        For each task: numbers of rows and steps, loss, accuracy and output folder, as JSON types.
 
     Raises:
-        CheckpointError: the base model cannot be loaded, or the folder cannot be written.
-        ConfigError: the data, the method or another value is not legal.
+        CheckpointError: the base model cannot be loaded, or a folder cannot be written.
+        ConfigError: the data, a method or another value is not legal.
     """
-    refuse_to_replace(Path(output), "native")
+    folders = [task.output for task in tasks if task.output is not None]
+    folders += [] if best is None else [best[1]]
+    for folder in folders:
+        refuse_to_replace(folder, "native")
     tokenizer = tokenizer_of(model)
-    set_seed(seed)
-    method = method or str(AdapterConfig.default)
+    set_seed(tasks[0].seed)
     adapted = load(AutoAdapterModel, model)
     for head in adapted.known_heads():
         adapted.delete_head(head)
-    adapted.add_adapter(name, config=method)
-    adapted.add_classification_head(
-        name,
-        num_labels=len(classes),
-        layers=layers,
-        # a single layer has no activation
-        activation_function="tanh" if layers > 1 else None,
-        pooling=pooling,
-        id2label=dict(enumerate(classes)),
-    )
-    adapted.train_adapter(name)
+    for number, task in enumerate(tasks):
+        if number:
+            set_seed(task.seed)
+        adapted.add_adapter(task.name, config=task.method or str(AdapterConfig.default))
+        adapted.add_classification_head(
+            task.name,
+            num_labels=len(task.classes),
+            layers=task.layers,
+            # a single layer has no activation
+            activation_function="tanh" if task.layers > 1 else None,
+            pooling=pooling,
+            id2label=dict(enumerate(task.classes)),
+        )
     adapted.to(device or _default_device())
     length = tokens_of_text(adapted, tokenizer, max_length)
-    tokens = tokenizer(rows.texts, truncation=True, max_length=length)
-    data = [
-        {key: tokens[key][i] for key in tokens} | {"labels": classes.index(label)}
-        for i, label in enumerate(rows.labels)
-    ]
     is_cpu = adapted.device.type == "cpu"
+    many = MultiAdapterTrainer(adapted)
     start = time.perf_counter()
-    Path(output).mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
     # a folder that cannot be written to is found before the work
-    with tempfile.TemporaryDirectory(dir=output) as scratch:
-        trainer = AdapterTrainer(
-            model=adapted,
-            args=TrainingArguments(
-                output_dir=scratch, num_train_epochs=epochs, learning_rate=lr, seed=seed,
-                per_device_train_batch_size=batch_size, use_cpu=is_cpu,
-                dataloader_pin_memory=not is_cpu, logging_strategy="no", save_strategy="no",
-                report_to="none", disable_tqdm=True,
-            ),
-            train_dataset=data,
-            data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Bar()] if progress else [],
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        done = trainer.train()
-    metrics: dict[str, Any] = {
-        "name": name,
-        "method": method,
-        "labels": classes,
-        "train_rows": len(rows.texts),
-        "trained_parameters": sum(p.numel() for p in adapted.parameters() if p.requires_grad),
-        "steps": int(done.global_step),
-        "seconds": time.perf_counter() - start,
-        "train_loss": float(done.training_loss),
-    }
-    if tested is not None:
-        logits = logits_of(adapted, tokenizer, tested.texts, length, batch_size, progress)
-        right = logits.argmax(-1) == torch.tensor([classes.index(label) for label in tested.labels])
-        metrics |= {"eval_rows": len(tested.labels), "accuracy": right.double().mean().item()}
+    with tempfile.TemporaryDirectory(dir=folders[0]) as scratch:
+        for task in tasks:
+            many.add(
+                task.name,
+                TrainingArguments(
+                    output_dir=str(Path(scratch) / task.name), num_train_epochs=task.epochs,
+                    learning_rate=task.lr, seed=task.seed,
+                    per_device_train_batch_size=task.batch_size, use_cpu=is_cpu,
+                    dataloader_pin_memory=not is_cpu, logging_strategy="no", save_strategy="no",
+                    report_to="none", disable_tqdm=not progress,
+                ),
+                _rows_of(task, tokenizer, length),
+                data_collator=DataCollatorWithPadding(tokenizer),
+            )  # fmt: skip
+            # the loss is a result, and is printed at the end
+            many.runs[task.name].trainer.remove_callback(RunPrinter)
+        results = many.train()
+    seconds = time.perf_counter() - start
+    found = []
+    for task in tasks:
+        run, done = many.runs[task.name], results[task.name]
+        metrics: dict[str, Any] = {
+            "name": task.name,
+            "method": task.method or str(AdapterConfig.default),
+            "labels": task.classes,
+            "train_rows": len(task.rows.texts),
+            "trained_parameters": sum(p.numel() for p in run.parameters.values()),
+            "steps": int(done.global_step),
+            "seconds": seconds,
+            "train_loss": float(done.training_loss),
+        }
+        if task.tested is not None:
+            adapted.set_active_adapters(task.name)
+            texts, labels = task.tested
+            logits = logits_of(adapted, tokenizer, texts, length, task.batch_size, progress)
+            right = logits.argmax(-1) == torch.tensor([task.classes.index(each) for each in labels])
+            metrics |= {"eval_rows": len(labels), "accuracy": right.double().mean().item()}
+        found.append(metrics)
+        if task.output is not None:
+            metrics |= _saved(adapted, task, task.name, task.output, metrics, length)
+    if best is not None:
+        name, folder = best
+        chosen = max(found, key=lambda m: m.get("accuracy", -m["train_loss"]))
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            # a copy has its own name in the file
+            adapted.save_adapter(scratch, chosen["name"])
+            adapted.load_adapter(scratch, load_as=name)
+        task = tasks[found.index(chosen)]
+        chosen |= _saved(adapted, task, name, folder, chosen, length)
+    return found
+
+
+def _saved(
+    model: Any, task: Task, name: str, folder: Path, metrics: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """Save an adapter with its settings and results; return what is said of the file."""
     settings: dict[str, Any] = {
-        "epochs": epochs, "lr": lr, "batch_size": batch_size, "seed": seed, "max_length": length
+        "epochs": task.epochs, "lr": task.lr, "batch_size": task.batch_size, "seed": task.seed,
+        "max_length": length,
     }  # fmt: skip
-    results = ("train_rows", "accuracy", "eval_rows")
-    settings |= {key: metrics[key] for key in results if key in metrics}
-    adapted.save_adapter(output, name, meta_dict={"train": settings})
-    return metrics | {"fingerprint": adapted.adapter_fingerprint(name), "output": output}
+    settings |= {k: metrics[k] for k in ("train_rows", "accuracy", "eval_rows") if k in metrics}
+    model.save_adapter(folder, name, meta_dict={"train": settings})
+    return {"fingerprint": model.adapter_fingerprint(name), "output": str(folder)}
+
+
+def _rows_of(task: Task, tokenizer: Any, length: int) -> list[dict[str, Any]]:
+    tokens = tokenizer(task.rows.texts, truncation=True, max_length=length)
+    return [
+        {key: tokens[key][i] for key in tokens} | {"labels": task.classes.index(label)}
+        for i, label in enumerate(task.rows.labels)
+    ]
 
 
 def predict(

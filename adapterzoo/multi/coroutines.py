@@ -29,9 +29,10 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        """Take the random numbers as they are, and nothing of accelerate."""
+        """Take all as it is, without a running accumulation."""
         self._random = _random_state()
-        self._kept: list[dict[str, Any]] = [{} for _ in _KEPT]
+        self.keep()
+        self._kept[-1] = {}
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -45,6 +47,7 @@ from adapterzoo.model import batches
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads.named import saved_names
 from adapterzoo.model.mixin import AdapterModelMixin
+from adapterzoo.model.sharding import is_sharded
 from adapterzoo.model.state import stacks_of
 from adapterzoo.runtime import Plan
 from adapterzoo.trainer import AdapterTrainer, Part
@@ -121,6 +124,27 @@ class AdapterRun:
         return f"AdapterRun({self.name!r}, step {state.global_step} of {state.max_steps})"
 
 
+class RunPrinter(TrainerCallback):
+    """Prints what a run logs, with its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print the entry.
+
+        Args:
+            args: of the trainer.
+            state: of the trainer.
+            control: of the trainer.
+            logs: the entry.
+            **kwargs: what else callbacks get.
+        """
+        if state.is_local_process_zero:
+            shown = {key: round(v, 6) if isinstance(v, float) else v for key, v in logs.items()}
+            tqdm.write(f"{self._name}: {shown}")
+
+
 class _View(nn.Module):
     """A model as one run sees it: the parameters are its own, calls go through `forward`."""
 
@@ -182,7 +206,8 @@ class _OwnRun(AdapterTrainer):
             run.is_stepping = False
             run.calls.clear()
         if self.args.world_size > 1 and self.accelerator.sync_gradients:
-            _average(list(run.parameters.values()))
+            # those that are sharded are averaged as they are scattered
+            _average([p for p in run.parameters.values() if not is_sharded(p)])
         return loss
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -244,6 +269,7 @@ class MultiAdapterTrainer:
         self.at_once = at_once
         self.runs: dict[str, AdapterRun] = {}
         self._here = threading.local()
+        self._bar: Any = None
         # what runs have in common → its own forward; empty while nothing trains
         self._plain: dict[str, Callable[..., Any]] = {}
         self.clock = 0
@@ -371,6 +397,10 @@ class MultiAdapterTrainer:
         cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
         with self._as(run):
             run.trainer = cls(model, args, **options)
+        # bars of several runs would overwrite each other
+        for callback in (ProgressCallback, PrinterCallback):
+            if run.trainer.pop_callback(callback) is not None:
+                run.trainer.add_callback(RunPrinter(name))
         run.coroutine = Coroutine(functools.partial(self._train, run), run.state)
         self.runs[name] = run
         return run
@@ -410,7 +440,9 @@ class MultiAdapterTrainer:
             raise StateError("train() inside an AdapterSetup. Leave the block first.")
         self._resume(resume_from_checkpoint)
         self._waiting = [run for run in self.runs.values() if run.result is None]
-        with self._intercepted():
+        arguments = [run.trainer.args for run in self.runs.values()]
+        hidden = all(each.disable_tqdm for each in arguments) or arguments[0].local_process_index
+        with self._intercepted(), tqdm(unit=" batches", disable=bool(hidden)) as self._bar:
             try:
                 self._drive()
             finally:
@@ -505,6 +537,8 @@ class MultiAdapterTrainer:
             steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
             self._backward(steps)
             self.clock += 1
+            self._bar.set_description(f"{len(running)} runs", refresh=False)
+            self._bar.update()
             for run in steps:
                 self._resume_run(run)
 
@@ -742,6 +776,8 @@ def _same(one: Any, two: Any) -> bool:
 
 def _average(parameters: list[nn.Parameter]) -> None:
     """Average the gradients over all processes, as DDP does."""
+    if not parameters:
+        return
     has = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
     counts = has.float()
     dist.all_reduce(counts)

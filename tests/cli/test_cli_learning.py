@@ -52,6 +52,69 @@ def test_a_seed_gives_the_same_bits(run, base, table, tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def test_several_files_are_several_adapters_as_each_alone(run, base, rows, tmp_path):
+    for name, part in (("first", rows[:24]), ("second", rows[20:])):
+        lines = [f"{text},{label}\n" for text, label in part]
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(lines))
+    options = ("--model", base, "--epochs", 2, "--device", "cpu", "--batch-size", 8)
+    files = [part for name in ("first", "second") for part in ("--train", tmp_path / f"{name}.csv")]
+    tests = [part if n % 2 else "--eval" for n, part in enumerate(files)]
+    said = run("train", *files, *tests, "--output", tmp_path / "many", *options).stdout
+    assert [line.split()[0] for line in said.splitlines()] == ["name", "first", "second"]
+    model = AutoAdapterModel.from_pretrained(base)
+    for name in ("first", "second"):
+        assert model.load_adapter(tmp_path / "many" / name) == name
+    alone = run("train", *files[:2], *tests[:2], "--output", tmp_path / "one", *options, "--json")
+    settings = [
+        json.loads((tmp_path / folder / "adapter_config.json").read_text())["meta"]["train"]
+        for folder in ("many/first", "one")
+    ]
+    assert json.loads(alone.stdout)["steps"] == 6
+    assert settings[0] == settings[1]
+
+
+def test_a_sweep_saves_the_best_of_its_runs(run, base, table, tmp_path):
+    result = run(
+        "train", "--model", base, "--train", table, "--eval", table, "--output", tmp_path / "best",
+        "--sweep", "lr=1e-6,5e-3", "--sweep", "method=lora[r=2,alpha=4],seq_bn", "--epochs", 6,
+        "--device", "cpu", "--json",
+    )  # fmt: skip
+    found = json.loads(result.stdout)
+    assert [(m["name"], m["method"]) for m in found] == [
+        ("best-1", "lora[r=2,alpha=4]"), ("best-2", "seq_bn"),
+        ("best-3", "lora[r=2,alpha=4]"), ("best-4", "seq_bn"),
+    ]  # fmt: skip
+    best = max(found, key=lambda m: m["accuracy"])
+    assert [m["name"] for m in found if "output" in m] == [best["name"]]
+    assert found[3]["accuracy"] > found[1]["accuracy"]
+    model = AutoAdapterModel.from_pretrained(base)
+    assert model.load_adapter(tmp_path / "best") == "best"
+    assert model.adapter_fingerprint("best") == best["fingerprint"]
+    said = run("predict", tmp_path / "best", "--text", "dull").stdout
+    assert said.startswith("text,label,fresh,rotten")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--sweep", "rate=1"], "--sweep rate=1: the options are method, epochs"),
+        (["--sweep", "lr=fast"], "Write --sweep lr=1e-4,1e-3"),
+        (["--train", "other.csv", "--name", "a"], "leave out --name"),
+        (["--train", "rows.csv"], "equal names"),
+        (["--eval", "a.csv", "--eval", "b.csv"], "Write --eval as often as --train"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(run, table, base, tmp_path, more, says):
+    more = [table.parent / each if each == "rows.csv" else each for each in more]
+    if "other.csv" in more:
+        (tmp_path / "other.csv").write_text(table.read_text())
+        more = [tmp_path / each if each == "other.csv" else each for each in more]
+    result = run(
+        "train", "--model", base, "--train", table, "--output", tmp_path / "x", *more, code=2
+    )
+    assert says in " ".join(result.stderr.split())
+
+
 def expected(trained: dict[str, Any], base: Path, texts: list[str]) -> torch.Tensor:
     """Probabilities by the library itself, one text at a time."""
     model = AutoAdapterModel.from_pretrained(base).eval()
@@ -179,7 +242,7 @@ def test_bad_choices_are_refused_before_training(run, monkeypatch, base, tmp_pat
     Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
     Path("peft").mkdir()
     Path("peft/adapter_config.json").write_text('{"peft_type": "LORA"}')
-    monkeypatch.setattr(training, "AdapterTrainer", None)
+    monkeypatch.setattr(training, "MultiAdapterTrainer", None)
     options, message = REFUSED[case]
     usual = ["--model", base, "--train", "rows.csv", "--output", "a"]
     result = run("train", *usual, *options, code=1)
