@@ -115,12 +115,12 @@ def train(
     adapted.to(device or _default_device())
     length = tokens_of_text(adapted, tokenizer, max_length)
     is_cpu = adapted.device.type == "cpu"
-    many = MultiAdapterTrainer(adapted)
     start = time.perf_counter()
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     # a folder that cannot be written to is found before the work
     with tempfile.TemporaryDirectory(dir=folders[0]) as scratch:
+        many = MultiAdapterTrainer(adapted)
         for task in tasks:
             many.add(
                 task.name,

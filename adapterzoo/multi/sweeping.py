@@ -180,7 +180,10 @@ def sweep(
                 setattr(given, key, value)
         given.output_dir = str(Path(args.output_dir) / own)
         many.add(own, given, train_dataset, eval_dataset, **kwargs)
-        row = {key: str(config) if key == CONFIG else value for key, value in values.items()}
+        row = {
+            key: value if isinstance(value, (int, float)) else str(value)
+            for key, value in values.items()
+        }
         count = sum(p.numel() for p in many.runs[own].parameters.values())
         rows.append({"name": own, **row, "parameters": count})
     results, metrics = many.train(), many.evaluate()

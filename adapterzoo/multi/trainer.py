@@ -237,7 +237,7 @@ class MultiAdapterTrainer:
     ```
 
     The rows of all runs share one call of the base model where that gives what each gets alone;
-    other runs take turns. Which they are is in `docs/training.md`.
+    other runs take turns. Which they are is in `docs/many-adapters.md`.
 
     Attributes:
         model: the model.
@@ -393,7 +393,9 @@ class MultiAdapterTrainer:
         for other in self.runs.values():
             _require_grad(other.parameters.values(), True)
         run = AdapterRun(name, setup, own, plan, ProcessState(), self)
-        run.is_mixed = not has_rows(setup) and plan.prompts is None
+        # an expert with a capacity leaves out tokens if those of other rows fill it
+        is_coupled = hasattr(model.config, "expert_capacity")
+        run.is_mixed = not has_rows(setup) and plan.prompts is None and not is_coupled
         cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
         with self._as(run):
             run.trainer = cls(model, args, **options)
@@ -537,7 +539,7 @@ class MultiAdapterTrainer:
             steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
             self._backward(steps)
             self.clock += 1
-            self._bar.set_description(f"{len(running)} runs", refresh=False)
+            self._bar.set_postfix_str(f"{len(running)} runs", refresh=False)
             self._bar.update()
             for run in steps:
                 self._resume_run(run)
