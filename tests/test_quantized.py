@@ -21,6 +21,7 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    QuantoConfig,
     TorchAoConfig,
     TrainingArguments,
 )
@@ -64,6 +65,33 @@ def _torchao(name, **settings):
     return TorchAoConfig(getattr(module, name)(**settings))
 
 
+def _quanto(kind):
+    pytest.importorskip("optimum.quanto")
+    # unlike others it would convert the head too
+    return QuantoConfig(weights=kind, modules_to_not_convert=["classifier"])
+
+
+class InPlace:
+    """A scheme of a library that replaces the layers of a model, without transformers."""
+
+    def __init__(self, made: Callable[[nn.Linear], nn.Module]) -> None:
+        self.made = made
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> None:
+        for path, layer in [*model.named_modules()]:
+            if isinstance(layer, nn.Linear) and path != "classifier":
+                model.set_submodule(path, self.made(layer))
+
+
+def _hqq(bits):
+    library = pytest.importorskip("hqq.core.quantize")
+    config = library.BaseQuantizeConfig(nbits=bits, group_size=64, axis=1)
+    return InPlace(
+        lambda layer: library.HQQLinear(layer, config, compute_dtype=torch.float32, device="cpu")
+    )
+
+
 SCHEMES: dict[str, Callable[[], Any]] = {
     "bitsandbytes nf4": lambda: _four_bits("nf4"),
     "bitsandbytes nf4, scales quantized": lambda: _four_bits("nf4", double=True),
@@ -72,10 +100,28 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
     "torchao int4": lambda: _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
     "torchao float8": lambda: _torchao("Float8WeightOnlyConfig"),
+    "quanto int8": lambda: _quanto("int8"),
+    "quanto int4": lambda: _quanto("int4"),
+    "quanto float8": lambda: _quanto("float8"),
+    "hqq 4 bits": lambda: _hqq(4),
+    "hqq 8 bits": lambda: _hqq(8),
 }
-QUICK = ("bitsandbytes nf4", "torchao int8")
+# torch cannot copy quanto's tensors
+UNCOPIED = [scheme for scheme in SCHEMES if scheme.startswith("quanto")]
+# transformers cannot save quanto's tensors, and neither saves nor loads hqq's layers
+UNSAVED = [*UNCOPIED, "hqq 4 bits", "hqq 8 bits"]
+QUICK = ("bitsandbytes nf4", "torchao int8", "hqq 4 bits")
 EACH = pytest.mark.parametrize("scheme", all_but(QUICK, SCHEMES))
 FOUR_BITS = "bitsandbytes nf4"
+
+
+def loaded_as(cls, folder, config, **settings):
+    """A model of a class, quantized as it is loaded, or at once after that."""
+    if isinstance(config, InPlace):
+        model = cls.from_pretrained(folder, **settings)
+        config(model)
+        return model
+    return cls.from_pretrained(folder, quantization_config=config, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +149,13 @@ def load(saved):
     loaded = {}
 
     def from_disk(config, family, **settings):
-        return AutoAdapterModel.from_pretrained(
-            saved(family), quantization_config=config, **settings
-        )
+        return loaded_as(AutoAdapterModel, saved(family), config, **settings)
 
     def make(scheme, family="llama", **settings):
         if not isinstance(scheme, str):
             return from_disk(scheme, family, **settings)
+        if scheme in UNCOPIED:
+            return from_disk(SCHEMES[scheme](), family)
         if (scheme, family) not in loaded:
             loaded[scheme, family] = from_disk(SCHEMES[scheme](), family)
         return copy.deepcopy(loaded[scheme, family])
@@ -213,7 +259,11 @@ def adapted(method, adapter, layer, x):
 def test_the_anatomy_is_that_of_the_plain_model(scheme, family, load, saved):
     model = load(scheme, family)
     assert any(map(quantized.is_quantized, model.modules()))
-    assert find(model.base_model) == find(AutoModel.from_pretrained(saved(family)))
+    found, plain = find(model.base_model), find(AutoModel.from_pretrained(saved(family)))
+    if scheme.startswith("hqq"):
+        # its biases are no parameters
+        found, plain = (dataclasses.replace(each, biases=()) for each in (found, plain))
+    assert found == plain
 
 
 def test_a_layer_that_turns_into_a_plain_linear_one_is_read_as_such(load, saved):
@@ -253,7 +303,7 @@ def test_the_output_is_the_layers_own_with_the_change(method, scheme, load):
     # its layers have biases
     model = load(scheme, "bert")
     # the library's own layers, without adapters
-    base = copy.deepcopy(model.base_model)
+    base = load(scheme, "bert").base_model
     model.add_adapter("a", method)
     model.train_adapter("a")
     stir(model, "a", std=0.3)
@@ -271,8 +321,7 @@ def test_the_output_is_the_layers_own_with_the_change(method, scheme, load):
 
 @EACH
 def test_a_fresh_magnitude_is_the_norm_of_the_dequantized_row(scheme, load):
-    model = load(scheme, "bert")
-    base = copy.deepcopy(model.base_model)
+    model, base = load(scheme, "bert"), load(scheme, "bert").base_model
     model.add_adapter("a", "dora")
     for path, module in model.adapter_modules("a"):
         layer = base.get_submodule(path)
@@ -420,7 +469,8 @@ def test_unfreezing_leaves_out_what_cannot_be_trained(scheme, load):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 packed = quantized.packing_of(parameter) is not None
-                assert parameter.requires_grad is not packed, f"{path}.{name}"
+                trains = parameter.is_floating_point() and not packed
+                assert parameter.requires_grad is trains, f"{path}.{name}"
 
 
 @pytest.mark.parametrize("scheme", [FOUR_BITS, "bitsandbytes int8", "torchao int4"])
@@ -462,20 +512,21 @@ def test_saved_loaded_copied_and_deleted(method, scheme, load, saved, tmp_path):
         assert other.adapter_fingerprint("a") == model.adapter_fingerprint("a")
         packed = any(map(quantized.is_quantized, other.modules()))
         assert torch.equal(run(other), expected) == packed
-    twin = copy.deepcopy(model)
-    assert torch.equal(run(twin), expected)
-    stir(twin, "a", seed=2)
-    twin.train_adapter("a")
-    assert gradients(twin)
-    assert torch.equal(run(model), expected)
+    if scheme not in UNCOPIED:
+        twin = copy.deepcopy(model)
+        assert torch.equal(run(twin), expected)
+        stir(twin, "a", seed=2)
+        twin.train_adapter("a")
+        assert gradients(twin)
+        assert torch.equal(run(model), expected)
     model.delete_adapter("a")
     assert [type(module) for module in model.modules()] == classes
     assert base_bits(model) == before
     assert torch.equal(run(model), plain)
-    assert twin.active_adapters is not None
+    assert scheme in UNCOPIED or twin.active_adapters is not None
 
 
-@EACH
+@pytest.mark.parametrize("scheme", all_but(QUICK, [s for s in SCHEMES if s not in UNSAVED]))
 @pytest.mark.parametrize("already", [False, True])
 def test_a_whole_model_saved_with_adapters_is_quantized_when_loaded(
     already, scheme, load, saved, tmp_path
@@ -497,17 +548,46 @@ def test_a_whole_model_saved_with_adapters_is_quantized_when_loaded(
 
 @EACH
 def test_a_static_head_is_saved_without_the_base(scheme, saved, tmp_path):
-    model = adapterzoo.init(
-        AutoModelForSequenceClassification.from_pretrained(
-            saved("bert"), quantization_config=SCHEMES[scheme](), num_labels=3
-        )
-    )
+    config = SCHEMES[scheme]()
+    task = AutoModelForSequenceClassification
+    model = adapterzoo.init(loaded_as(task, saved("bert"), config, num_labels=3))
     assert not quantized.is_quantized(model.classifier)
     model.add_adapter("a", "lora")
     model.save_adapter(tmp_path, "a")
     tensors = native.load(tmp_path, "adapter").head
     shapes = {key: tuple(t.shape) for key, t in tensors.items()}
     assert shapes == {"classifier.weight": (3, 64), "classifier.bias": (3,)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda skipped: _bnb(load_in_4bit=True, llm_int8_skip_modules=skipped),
+        lambda skipped: QuantoConfig(weights="int8", modules_to_not_convert=skipped),
+    ],
+    ids=["bitsandbytes", "quanto"],
+)
+def test_a_quantized_head_cannot_be_trained(config, saved, tmp_path):
+    """Only its bias would be."""
+    if config(["none"]).quant_method == "quanto":
+        pytest.importorskip("optimum.quanto")
+    task = AutoModelForSequenceClassification
+    # a head that is not in the file stays plain
+    task.from_pretrained(saved("bert"), num_labels=3).save_pretrained(tmp_path)
+
+    def made(skipped):
+        return adapterzoo.init(loaded_as(task, tmp_path, config(skipped)))
+
+    model = made(["none"])
+    model.add_adapter("a", "lora")
+    with pytest.raises(StateError) as caught:
+        model.train_adapter("a")
+    assert "modules_to_not_convert=['classifier']" in str(caught.value)
+    model = made(["classifier"])
+    model.add_adapter("a", "lora")
+    model.train_adapter("a")
+    own = model.get_submodule("classifier.adapters.a")
+    assert all(p.requires_grad for p in own.parameters())
 
 
 # --- merging ---

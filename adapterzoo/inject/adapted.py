@@ -371,7 +371,21 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
                 setattr(owner, name, types.MethodType(cls.forward, layer))
 
 
-class _AdaptedType(type):
+class _LayoutType(type):
+    """The type of the classes for adapters, whose objects are laid out like those of the layer.
+
+    CPython takes the layout from the first base, and swaps only classes of one layout: that of
+    quanto's layers differs from that of `nn.Module`. So the layer's class is the first base, and
+    still the last whose methods are looked up.
+    """
+
+    def mro(cls) -> list[type[Any]]:
+        """Return the classes in which methods are looked up, those of adapters first."""
+        own = cls.__bases__[0].__mro__
+        return [*(each for each in super().mro() if each not in own), *own]
+
+
+class _AdaptedType(_LayoutType):
     """The type of the classes for adapters: layers without adapters are instances too.
 
     FSDP's auto-wrap takes the class of the first layer of a name, and wraps its instances.
@@ -433,16 +447,23 @@ def _adapted_class(
                 functools.partial(_set, parameter=parameter),
             )
         own = kind or Adapted
-        bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
+        bases = (cls, Adapted) if kind is None else (cls, kind, Adapted)
         if shown.names and (shown.is_called or kind is not None):
-            bases = (*bases[:-1], _Untouched, cls)
+            bases = (*bases, _Untouched)
         elif shown.names:
             members["forward"] = _plainly
-        # a whole model has a metaclass of its own, and stands alone
-        meta: Any = _AdaptedType if type(cls) is type else type(cls)
-        made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
+        made = _type_over(type(cls))(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
+
+
+@functools.cache
+def _type_over(meta: type[type]) -> Any:
+    """Return the type of the classes for adapters over classes of a type."""
+    if meta is type:
+        return _AdaptedType
+    # a whole model has a metaclass of its own, and stands alone
+    return type(meta.__name__, (_LayoutType, meta), {})
 
 
 def _answers(cls: type[nn.Module], parameters: Sequence[str]) -> dict[str, _Asked]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -245,6 +246,8 @@ def device_of(layer: nn.Module) -> torch.device:
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
-        first = next(own_parameters(layer), None)
+        # some quantized layers have buffers only
+        buffers = (t for t in layer._buffers.values() if t is not None)
+        first = next(itertools.chain(own_parameters(layer), buffers), None)
         device = torch.get_default_device() if first is None else first.device
     return torch.device(device)

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.anatomy.blocks import experts_transposed
+from adapterzoo.anatomy.blocks import experts_transposed, is_packed_linear, linear_shape
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
 from adapterzoo.call import StackCall
@@ -300,6 +300,8 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     weight = own(layer, parameter)
     if weight is not None and (packing := packing_of(weight)) is not None:
         weight = packing.read(layer, weight)
+    elif parameter == "weight" and is_quantized(layer):
+        weight = _unpacked(layer)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
             f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as the "
@@ -627,6 +629,7 @@ class EightBit(Packing):
 PACKINGS: Mapping[str, Packing] = {
     "bitsandbytes.Int8Params": EightBit(),
     "bitsandbytes.Params4bit": FourBit(),
+    "optimum.QTensor": Packing(),
     "torchao.TorchAOBaseTensor": Packing(),
 }
 
@@ -648,12 +651,52 @@ def packing_of(weight: Tensor | None) -> Packing | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return whether any parameter of the layer itself is packed.
+    """Return whether a layer multiplies by something else than the weight that it stores.
 
     Args:
         layer: any module.
     """
-    return any(packing_of(p) is not None for p in layer._parameters.values())
+    if any(packing_of(p) is not None for p in layer._parameters.values()):
+        return True
+    if not isinstance(layer, nn.Linear):
+        return is_packed_linear(layer)
+    weight = layer._parameters.get("weight")
+    if weight is not None and not weight.is_floating_point():
+        return True
+    # of AutoBitLinear, which rounds its weight in each call
+    rounds = getattr(layer, "online_quant", False)
+    return rounds or any("scale" in name for name in (*layer._parameters, *layer._buffers))
+
+
+def _unpacked(layer: nn.Module) -> Tensor:
+    """Return the weight `[d_out, d_in]` of a layer that keeps it in a way of its own.
+
+    The products with the rows of the identity are W, unless the layer does something else to its
+    inputs than to multiply them; rounding each row by its largest value changes no such row.
+
+    Raises:
+        StateError: it does.
+    """
+    plain: Any = getattr(layer, "_plain", type(layer))
+    if f"{plain.__module__.partition('.')[0]}.{plain.__name__}" == "hqq.HQQLinear":
+        return cast("Tensor", plain.dequantize(layer))
+    d_in, _, _ = cast("tuple[int, int, bool]", linear_shape(layer))
+    stored = [t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    floats = (t for t in stored if t.is_floating_point() and t.element_size() > 1)
+    # scales may be wider than what the layer computes in
+    narrow = min(floats, key=Tensor.element_size, default=torch.empty(0))
+    eye = torch.eye(d_in, dtype=narrow.dtype, device=stored[0].device)
+    with torch.no_grad():
+        bias = plain.forward(layer, torch.zeros_like(eye[:1]))
+        w = plain.forward(layer, eye) - bias  # [d_in, d_out]
+        probe = plain.forward(layer, 0.7 * eye[:1]) - bias  # [1, d_out]
+    eps = torch.finfo(w.dtype).eps * (w.abs().amax() + bias.abs().amax())
+    if not bool(((probe - 0.7 * w[:1]).abs() <= 4 * eps).all()):
+        raise StateError(
+            f"{plain.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, "
+            "and its weight cannot be read. Write LoRAConfig(…), which does not need it."
+        )
+    return w.mT
 
 
 def was_transposed(layer: nn.Module) -> bool:
@@ -673,6 +716,20 @@ def unpacked_size(weight: Tensor) -> int:
     """
     packing = packing_of(weight)
     return weight.numel() if packing is None else packing.count(weight)
+
+
+def uncounted(layer: nn.Module) -> int:
+    """Return how many numbers a quantized layer stands for beyond those of its parameters.
+
+    Args:
+        layer: any module; one whose packed weight knows its size, or has none, has counted all.
+    """
+    if not is_quantized(layer) or any(map(packing_of, layer._parameters.values())):
+        return 0
+    d_in, d_out, _ = cast("tuple[int, int, bool]", linear_shape(layer))
+    has_bias = getattr(layer, "bias", None) is not None
+    stored = sum(p.numel() for p in layer._parameters.values() if p is not None)
+    return (d_in + has_bias) * d_out - stored
 
 
 def unpack_all(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
-from adapterzoo.inject.layers import is_quantized, packing_of, unpack_all
+from adapterzoo.inject.layers import is_quantized, packing_of, uncounted, unpack_all
 from adapterzoo.methods._copies import Table
 
 from . import adapters
@@ -339,7 +339,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         if name in active and plan.skip_layers:
             rows[-1]["skip_layers"] = list(plan.skip_layers)
     own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
-    total = sum(map(size_of, own))
+    total = sum(map(size_of, own)) + sum(map(uncounted, model._backbone.modules()))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in own)
