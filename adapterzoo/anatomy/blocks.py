@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from .patterns import (
     ARCHITECTURES,
@@ -140,16 +140,22 @@ def is_packed_linear(module: nn.Module) -> bool:
 
     The libraries that quantize agree on `in_features` and `out_features`, and on nothing else.
     """
-    own = {**module._parameters, **module._buffers}
-    weight = own.get("weight")
+    widths = _widths(module)
+    weight = {**module._parameters, **module._buffers}.get("weight")
     return (
         not isinstance(module, nn.Linear)
-        and all(isinstance(width, int) for width in _widths(module))
-        and any(tensor is not None for tensor in own.values())
-        and (weight is None or not weight.is_floating_point())
+        and all(isinstance(width, int) for width in widths)
+        and bool(stored(module))
+        and (weight is None or not weight.is_floating_point() or weight.shape != widths[::-1])
         # a module around a linear layer has the same attributes
         and all(linear_shape(child) is None for child in module.children())
     )
+
+
+def stored(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module itself: parameters, buffers and attributes."""
+    groups = (module._parameters, module._buffers, vars(module))
+    return [t for group in groups for t in group.values() if isinstance(t, Tensor)]
 
 
 def _widths(module: Any) -> tuple[Any, Any]:

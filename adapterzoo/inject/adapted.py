@@ -457,8 +457,7 @@ def _adapted_class(
     return _classes[key]
 
 
-@functools.cache
-def _type_over(meta: type[type]) -> Any:
+def _type_over(meta: Any) -> Any:
     """Return the type of the classes for adapters over classes of a type."""
     if meta is type:
         return _AdaptedType

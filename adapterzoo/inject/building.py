@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, WRAPPED, Site, part_names, unwrapped
+from adapterzoo.anatomy.blocks import stored
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
@@ -246,8 +247,7 @@ def device_of(layer: nn.Module) -> torch.device:
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
-        # some quantized layers have buffers only
-        buffers = (t for t in layer._buffers.values() if t is not None)
-        first = next(itertools.chain(own_parameters(layer), buffers), None)
+        # some quantized layers have no parameters
+        first = next(itertools.chain(own_parameters(layer), stored(layer)), None)
         device = torch.get_default_device() if first is None else first.device
     return torch.device(device)

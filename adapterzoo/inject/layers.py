@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.anatomy.blocks import experts_transposed, is_packed_linear, linear_shape
+from adapterzoo.anatomy.blocks import experts_transposed, is_packed_linear, linear_shape, stored
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
 from adapterzoo.call import StackCall
@@ -661,42 +661,81 @@ def is_quantized(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear):
         return is_packed_linear(layer)
     weight = layer._parameters.get("weight")
-    if weight is not None and not weight.is_floating_point():
+    # what casts float8 to another dtype around a layer leaves its forward alone
+    is_whole = weight is None or weight.element_size() > 1 or _plain(layer).forward is _MULTIPLY
+    if not (is_whole and (weight is None or weight.is_floating_point())):
         return True
     # of AutoBitLinear, which rounds its weight in each call
     rounds = getattr(layer, "online_quant", False)
     return rounds or any("scale" in name for name in (*layer._parameters, *layer._buffers))
 
 
+_MULTIPLY = nn.Linear.forward
+
+
+def _plain(layer: nn.Module) -> Any:
+    """Return the layer's class without adapters."""
+    return getattr(layer, "_plain", type(layer))
+
+
 def _unpacked(layer: nn.Module) -> Tensor:
     """Return the weight `[d_out, d_in]` of a layer that keeps it in a way of its own.
 
-    The products with the rows of the identity are W, unless the layer does something else to its
-    inputs than to multiply them; rounding each row by its largest value changes no such row.
-
     Raises:
-        StateError: it does.
+        StateError: the layer does something else to its inputs than to multiply them.
     """
-    plain: Any = getattr(layer, "_plain", type(layer))
-    if f"{plain.__module__.partition('.')[0]}.{plain.__name__}" == "hqq.HQQLinear":
-        return cast("Tensor", plain.dequantize(layer))
-    d_in, _, _ = cast("tuple[int, int, bool]", linear_shape(layer))
-    stored = [t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
-    floats = (t for t in stored if t.is_floating_point() and t.element_size() > 1)
-    # scales may be wider than what the layer computes in
-    narrow = min(floats, key=Tensor.element_size, default=torch.empty(0))
-    eye = torch.eye(d_in, dtype=narrow.dtype, device=stored[0].device)
-    with torch.no_grad():
-        bias = plain.forward(layer, torch.zeros_like(eye[:1]))
-        w = plain.forward(layer, eye) - bias  # [d_in, d_out]
-        probe = plain.forward(layer, 0.7 * eye[:1]) - bias  # [1, d_out]
-    eps = torch.finfo(w.dtype).eps * (w.abs().amax() + bias.abs().amax())
-    if not bool(((probe - 0.7 * w[:1]).abs() <= 4 * eps).all()):
+    cls = _plain(layer)
+    if f"{cls.__module__.partition('.')[0]}.{cls.__name__}" == "hqq.HQQLinear":
+        return cast("Tensor", cls.dequantize(layer))
+    w, only_multiplies = _products(layer)
+    if not only_multiplies:
         raise StateError(
-            f"{plain.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, "
-            "and its weight cannot be read. Write LoRAConfig(…), which does not need it."
+            f"{cls.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, and "
+            "its weight cannot be read. Write LoRAConfig(), which does not read it."
         )
     return w.mT
+
+
+def _products(layer: nn.Module) -> tuple[Tensor, bool]:
+    """Return the layer's products with the identity `[d_in, d_out]`, and whether they are Wᵀ.
+
+    They are if the layer only multiplies. Rounding each input by its largest value changes no row
+    of the identity; other rounding, and norms, change 0.7 of a row to something else.
+    """
+    d_in, _, _ = cast("tuple[int, int, bool]", linear_shape(layer))
+    floats = (t for t in stored(layer) if t.is_floating_point() and t.element_size() > 1)
+    # scales may be wider than what the layer computes in
+    narrow = min(floats, key=Tensor.element_size, default=torch.empty(0))
+    eye = torch.eye(d_in, dtype=narrow.dtype, device=stored(layer)[0].device)
+    run = functools.partial(_plain(layer).forward, layer)
+    with torch.no_grad():
+        bias = run(torch.zeros_like(eye[:1]))  # [1, d_out]
+        w, probe = run(eye) - bias, (run(0.7 * eye[:1]) - bias) / 0.7  # [d_in, d_out], [1, d_out]
+    return w, _is_near(probe[0], w[0], w.abs().amax() + bias.abs().amax())
+
+
+def passes_gradients(layer: nn.Module) -> bool:
+    """Return whether a quantized layer gives its input the gradient of its product.
+
+    Args:
+        layer: of a class that keeps its weight in a way of its own.
+    """
+    w, only_multiplies = _products(layer)
+    with torch.enable_grad():
+        x = torch.full_like(w[:, 0], 0.7).requires_grad_()  # [d_in]
+        y = _plain(layer).forward(layer, x[None])
+        if not y.requires_grad:
+            return False
+        (found,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+    if found is None or not only_multiplies:
+        return found is not None and bool(found.any())
+    return _is_near(found, w.sum(1), w.abs().sum(1).amax())
+
+
+def _is_near(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Return whether values are equal but for rounding of terms of a size."""
+    bound = 8 * torch.finfo(expected.dtype).eps * size
+    return bool(((found - expected).abs() <= bound).all())
 
 
 def was_transposed(layer: nn.Module) -> bool:
