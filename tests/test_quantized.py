@@ -7,22 +7,20 @@ with formulas in float64, on the weight that the layer shows when it multiplies 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+import quantized_bases as bases
 import torch
 from families import first_output, tiny_config
-from snapshots import adapter_bits, bits, of_adapter, stir
+from quantized_bases import WIDTH, base_bits, bnb, four_bits, loaded_as
+from snapshots import adapter_bits, of_adapter, stir
 from swept import all_but
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
     QuantoConfig,
-    TorchAoConfig,
     TrainingArguments,
 )
 
@@ -34,11 +32,6 @@ from adapterzoo.formats import native
 from adapterzoo.inject import layers as quantized
 from adapterzoo.inject.layers import matrix
 
-# blocks of 64 numbers have one scale in bitsandbytes' 4 bits
-WIDTH = {
-    "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
-    "num_hidden_layers": 2, "vocab_size": 99, "max_position_embeddings": 64,
-}  # fmt: skip
 FAMILIES = {
     "bert": {**WIDTH, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "llama": {**WIDTH, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
@@ -48,80 +41,17 @@ FAMILIES = {
 METHODS = ["lora", "dora", "boft", "double_seq_bn"]
 
 
-def _bnb(**settings):
-    pytest.importorskip("bitsandbytes")
-    return BitsAndBytesConfig(**settings)
-
-
-def _four_bits(kind, double=False, **more):
-    settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double}
-    return _bnb(load_in_4bit=True, **settings, **more)
-
-
-def _torchao(name, **settings):
-    module = pytest.importorskip("torchao.quantization")
-    if name == "IntxWeightOnlyConfig":
-        settings["granularity"] = module.PerGroup(32)
-    return TorchAoConfig(getattr(module, name)(**settings))
-
-
-def _quanto(kind):
-    pytest.importorskip("optimum.quanto")
-    # unlike others it would convert the head too
-    return QuantoConfig(weights=kind, modules_to_not_convert=["classifier"])
-
-
-class InPlace:
-    """A scheme of a library that replaces the layers of a model, without transformers."""
-
-    def __init__(self, made: Callable[[nn.Linear], nn.Module]) -> None:
-        self.made = made
-
-    @torch.no_grad()
-    def __call__(self, model: nn.Module) -> None:
-        for path, layer in [*model.named_modules()]:
-            if isinstance(layer, nn.Linear) and path != "classifier":
-                model.set_submodule(path, self.made(layer))
-
-
-def _hqq(bits):
-    library = pytest.importorskip("hqq.core.quantize")
-    config = library.BaseQuantizeConfig(nbits=bits, group_size=64, axis=1)
-    return InPlace(
-        lambda layer: library.HQQLinear(layer, config, compute_dtype=torch.float32, device="cpu")
-    )
-
-
-SCHEMES: dict[str, Callable[[], Any]] = {
-    "bitsandbytes nf4": lambda: _four_bits("nf4"),
-    "bitsandbytes nf4, scales quantized": lambda: _four_bits("nf4", double=True),
-    "bitsandbytes fp4": lambda: _four_bits("fp4"),
-    "bitsandbytes int8": lambda: _bnb(load_in_8bit=True),
-    "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
-    "torchao int4": lambda: _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
-    "torchao float8": lambda: _torchao("Float8WeightOnlyConfig"),
-    "quanto int8": lambda: _quanto("int8"),
-    "quanto int4": lambda: _quanto("int4"),
-    "quanto float8": lambda: _quanto("float8"),
-    "hqq 4 bits": lambda: _hqq(4),
-    "hqq 8 bits": lambda: _hqq(8),
+# of the libraries in the test extra
+SCHEMES = {
+    name: scheme
+    for name, scheme in bases.SCHEMES.items()
+    if scheme.package in ("bitsandbytes", "torchao", "optimum-quanto", "hqq")
 }
-# torch cannot copy quanto's tensors
-UNCOPIED = [scheme for scheme in SCHEMES if scheme.startswith("quanto")]
-# transformers cannot save quanto's tensors, and neither saves nor loads hqq's layers
-UNSAVED = [*UNCOPIED, "hqq 4 bits", "hqq 8 bits"]
+UNCOPIED = [name for name, scheme in SCHEMES.items() if not scheme.copies]
+UNSAVED = [name for name, scheme in SCHEMES.items() if not scheme.saves]
 QUICK = ("bitsandbytes nf4", "torchao int8", "hqq 4 bits")
 EACH = pytest.mark.parametrize("scheme", all_but(QUICK, SCHEMES))
 FOUR_BITS = "bitsandbytes nf4"
-
-
-def loaded_as(cls, folder, config, **settings):
-    """A model of a class, quantized as it is loaded, or at once after that."""
-    if isinstance(config, InPlace):
-        model = cls.from_pretrained(folder, **settings)
-        config(model)
-        return model
-    return cls.from_pretrained(folder, quantization_config=config, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +85,9 @@ def load(saved):
         if not isinstance(scheme, str):
             return from_disk(scheme, family, **settings)
         if scheme in UNCOPIED:
-            return from_disk(SCHEMES[scheme](), family)
+            return from_disk(SCHEMES[scheme].make(), family)
         if (scheme, family) not in loaded:
-            loaded[scheme, family] = from_disk(SCHEMES[scheme](), family)
+            loaded[scheme, family] = from_disk(SCHEMES[scheme].make(), family)
         return copy.deepcopy(loaded[scheme, family])
 
     return make
@@ -177,28 +107,6 @@ def gradients(model):
     model.zero_grad()
     first_output(model(**inputs())).float().pow(2).mean().backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def leaves(tensor):
-    """The plain tensors that a tensor subclass is made of."""
-    names = getattr(tensor, "__tensor_flatten__", None)
-    if names is None:
-        yield tensor
-    for name in names()[0] if names else ():
-        yield from leaves(getattr(tensor, name))
-
-
-def base_bits(model):
-    """Every bit of the base model, packed weights and their scales included."""
-    states = {
-        path: module.state_dict() for path, module in model.named_modules() if not module._modules
-    }
-    return {
-        f"{path}.{key}": [bits(leaf) for leaf in leaves(tensor)]
-        for path, state in states.items()
-        for key, tensor in state.items()
-        if not of_adapter(path)
-    }
 
 
 def weight_of(layer, d_in):
@@ -369,7 +277,7 @@ def test_quantized_in_place_by_torchao(saved):
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_are_born_in_the_models_dtype(method, forwards, load):
     """Not in that of the bytes, nor in that to which bitsandbytes casts biases as it runs."""
-    config = _four_bits("nf4", bnb_4bit_compute_dtype=torch.float32)
+    config = four_bits("nf4", bnb_4bit_compute_dtype=torch.float32)
     model = load(config, "bert", dtype=torch.bfloat16)
     model.train()
     for _ in range(forwards):
@@ -388,8 +296,8 @@ def test_adapters_are_born_in_the_models_dtype(method, forwards, load):
 
 def test_bytes_stored_as_floats_are_no_weight(load):
     """FSDP wants one dtype for all parameters, so that bitsandbytes disguises its bytes."""
-    plain = load(_four_bits("nf4"))
-    disguised = load(_four_bits("nf4", bnb_4bit_quant_storage=torch.bfloat16))
+    plain = load(four_bits("nf4"))
+    disguised = load(four_bits("nf4", bnb_4bit_quant_storage=torch.bfloat16))
     path = "layers.0.self_attn.q_proj"
     layers = [model.base_model.get_submodule(path) for model in (plain, disguised)]
     assert layers[1].weight.dtype is torch.bfloat16
@@ -535,7 +443,7 @@ def test_a_whole_model_saved_with_adapters_is_quantized_when_loaded(
     model.add_adapter("a", "dora", set_active=True)
     stir(model, "a")
     model.save_pretrained(tmp_path)
-    settings = {} if already else {"quantization_config": SCHEMES[scheme]()}
+    settings = {} if already else {"quantization_config": SCHEMES[scheme].make()}
     loaded = AutoAdapterModel.from_pretrained(tmp_path, **settings)
     assert repr(loaded.active_adapters) == "Stack('a')"
     assert adapter_bits(loaded, "a") == adapter_bits(model, "a")
@@ -548,7 +456,7 @@ def test_a_whole_model_saved_with_adapters_is_quantized_when_loaded(
 
 @EACH
 def test_a_static_head_is_saved_without_the_base(scheme, saved, tmp_path):
-    config = SCHEMES[scheme]()
+    config = SCHEMES[scheme].make()
     task = AutoModelForSequenceClassification
     model = adapterzoo.init(loaded_as(task, saved("bert"), config, num_labels=3))
     assert not quantized.is_quantized(model.classifier)
@@ -562,7 +470,7 @@ def test_a_static_head_is_saved_without_the_base(scheme, saved, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        lambda skipped: _bnb(load_in_4bit=True, llm_int8_skip_modules=skipped),
+        lambda skipped: bnb(load_in_4bit=True, llm_int8_skip_modules=skipped),
         lambda skipped: QuantoConfig(weights="int8", modules_to_not_convert=skipped),
     ],
     ids=["bitsandbytes", "quanto"],
@@ -678,7 +586,7 @@ def test_where_transformers_cannot_dequantize_nothing_changes(load):
 def test_another_order_of_the_packed_weight_is_read_alike(double, storage, load):
     """What the first forward without gradients does where the CPU computes in bfloat16."""
     functional = pytest.importorskip("bitsandbytes").functional
-    model = load(_four_bits("nf4", double, bnb_4bit_quant_storage=storage))
+    model = load(four_bits("nf4", double, bnb_4bit_quant_storage=storage))
     # two blocks of scales to a row
     layer = model.base_model.get_submodule("layers.0.mlp.down_proj")
     plain = matrix(layer)

@@ -360,14 +360,16 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
         layer: the module.
         cls: its new class.
     """
+    before: Any = type(layer).forward
     layer.__class__ = cls
     # accelerate (device_map, offloading) stores the original forward in the instance, and diffusers
-    # (casting, offloading) in the hooks of the instance
+    # (casting, offloading) in the hooks of the instance; compressed-tensors' own calls the class's
     hooks: list[Any] = getattr(vars(layer).get("_diffusers_hook"), "_fn_refs", [])
     for owner in (layer, *hooks):
         for name in ("forward", "_old_forward", "original_forward"):
             kept = vars(owner).get(name)
-            if isinstance(kept, types.MethodType) and kept.__self__ is layer:
+            is_own = isinstance(kept, types.MethodType) and kept.__self__ is layer
+            if is_own and kept.__func__ is before:
                 setattr(owner, name, types.MethodType(cls.forward, layer))
 
 

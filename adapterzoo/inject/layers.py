@@ -687,6 +687,11 @@ def _unpacked(layer: nn.Module) -> Tensor:
     cls = _plain(layer)
     if f"{cls.__module__.partition('.')[0]}.{cls.__name__}" == "hqq.HQQLinear":
         return cast("Tensor", cls.dequantize(layer))
+    if not has_run(layer):
+        raise StateError(
+            f"{cls.__name__}: compressed-tensors unpacks its weight in the model's first call, and "
+            "the adapter needs it before. Write model(**inputs) first."
+        )
     w, only_multiplies = _products(layer)
     if not only_multiplies:
         raise StateError(
@@ -712,6 +717,15 @@ def _products(layer: nn.Module) -> tuple[Tensor, bool]:
         bias = run(torch.zeros_like(eye[:1]))  # [1, d_out]
         w, probe = run(eye) - bias, (run(0.7 * eye[:1]) - bias) / 0.7  # [d_in, d_out], [1, d_out]
     return w, _is_near(probe[0], w[0], w.abs().amax() + bias.abs().amax())
+
+
+def has_run(layer: nn.Module) -> bool:
+    """Return whether a quantized layer can run alone: compressed-tensors unpacks whole models.
+
+    Args:
+        layer: quantized.
+    """
+    return not isinstance(layer, nn.Linear) or "weight_packed" not in layer._parameters
 
 
 def passes_gradients(layer: nn.Module) -> bool:

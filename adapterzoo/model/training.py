@@ -19,6 +19,7 @@ from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject.building import at_hand, plain_modules
 from adapterzoo.inject.layers import (
+    has_run,
     is_quantized,
     packing_of,
     passes_gradients,
@@ -259,9 +260,9 @@ def _refuse_without_gradients(model: AdaptedModel) -> None:
             firsts.setdefault(type(layer), (path, layer))
     for path, layer in firsts.values():
         with at_hand(layer):
-            # the pieces of a sharded weight cannot run alone
+            # nor can the pieces of a sharded weight run alone
             whole = {type(t) for t in stored(layer)} <= {torch.Tensor, nn.Parameter}
-            if whole and not passes_gradients(layer):
+            if whole and has_run(layer) and not passes_gradients(layer):
                 raise StateError(
                     f"the {type(layer).__name__} at {path!r} is for inference: no gradient passes "
                     "it, and adapters before it would not learn. Load the model with "
