@@ -456,8 +456,7 @@ SCHEMES: dict[str, Scheme] = {
         "fp8", fp8, kind=KERNEL, patched=(("finegrained_fp8", "fp8_linear", multiply_fp8),)
     ),
     "eetq": _OWN(
-        "eetq", eetq, kind=KERNEL, patched=(("eetq", "eetq_kernels_hub", EetqKernels),),
-        note="its backward in transformers takes one row only",
+        "eetq", eetq, kind=KERNEL, patched=(("eetq", "eetq_kernels_hub", EetqKernels),)
     ),
     "mxfp4": _OWN(
         "mxfp4", mxfp4, kind=KERNEL, patched=(("mxfp4", "Mxfp4GptOssExperts.forward", halved),),

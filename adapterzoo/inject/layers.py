@@ -302,10 +302,12 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
         weight = packing.read(layer, weight)
     elif parameter == "weight" and is_quantized(layer):
         weight = _unpacked(layer)
-    if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+    # experts in float8 have their scales in other parameters
+    is_packed = parameter != "weight" and weight is not None and weight.element_size() == 1
+    if weight is None or is_packed or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as the "
-            f"adapter needs. Write exclude_modules=[…] with the layer's name."
+            f"{type(layer).__name__}: its {parameter!r} is not a plain floating-point matrix, as "
+            f"the adapter needs. Write exclude_modules=[…] with the layer's name."
         )
     return as_matrix(layer, parameter, weight)
 
