@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     QuantoConfig,
     TrainingArguments,
@@ -534,6 +535,33 @@ def test_the_trainer_trains_and_evaluates(scheme, load, tmp_path):
     now = adapter_bits(model, "a")
     assert all(now[key] != value for key, value in fresh.items())
     assert base_bits(model.base_model) == before
+
+
+def test_the_trainer_trains_as_qlora_does(saved, tmp_path):
+    """Scales quantized too, activations computed again, and an optimizer with states in 8 bits."""
+    config = four_bits("nf4", double=True)
+    task = AutoModelForCausalLM
+    model = adapterzoo.init(loaded_as(task, saved("llama"), config))
+    model.add_adapter("a", "lora[r=64,target_modules='all-linear']")
+    model.train_adapter("a")
+    before, fresh = base_bits(model), adapter_bits(model, "a")
+    rows = [{"input_ids": [3, 4 + i, 5], "labels": [3, 4 + i, 5]} for i in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2,
+        optim="adamw_8bit", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        use_cpu=True,
+    )  # fmt: skip
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer = AdapterTrainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.2
+    assert base_bits(model) == before
+    now = adapter_bits(model, "a")
+    assert all(now[key] != value for key, value in fresh.items())
+    # large enough for 8 bits
+    states = [state["state1"] for state in trainer.optimizer.optimizer.state.values()]
+    assert any(state.dtype is torch.uint8 for state in states)
 
 
 # --- coming and going ---
