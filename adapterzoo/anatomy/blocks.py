@@ -163,7 +163,16 @@ def _widths(module: Any) -> tuple[Any, Any]:
     # it has no other record of them
     if type(module).__name__ == "EetqLinear":
         return tuple(module.weight.shape)
-    return getattr(module, "in_features", None), getattr(module, "out_features", None)
+    d_in, d_out = (_stated(module, name) for name in ("in_features", "out_features"))
+    return d_in, d_out
+
+
+def _stated(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module or a property of its class, and no answer for PEFT's code."""
+    if name in vars(module):
+        return vars(module)[name]
+    found = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
+    return getattr(module, name) if isinstance(found, property) else None
 
 
 def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
