@@ -405,7 +405,7 @@ def test_experts_in_float8_are_refused():
         layer.mlp.experts = experts(config, block_size=(32, 32))
     model = adapterzoo.init(model)
     name = "layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(StateError, match="'gate_up_proj' is not a plain floating-point matrix"):
+    with pytest.raises(StateError, match="'gate_up_proj' is not a floating-point matrix"):
         model.add_adapter("a", f"lora[target_parameters=['{name}']]")
 
 

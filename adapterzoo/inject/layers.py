@@ -306,7 +306,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     is_packed = parameter != "weight" and weight is not None and weight.element_size() == 1
     if weight is None or is_packed or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is not a plain floating-point matrix, as "
+            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as "
             f"the adapter needs. Write exclude_modules=[…] with the layer's name."
         )
     return as_matrix(layer, parameter, weight)
