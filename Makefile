@@ -42,7 +42,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
-	newest oldest docs links tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz mutants format clean
+	newest oldest docs links tests sweeps coverage devices calls plain merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -119,8 +119,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices calls plain merging architectures frames exact peft-files fixed fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices calls plain merging architectures frames exact peft-files quantized fixed fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices calls plain merging architectures frames exact peft-files quantized fixed fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -169,6 +169,11 @@ exact: $(VENV)/.test-$(KEY)
 # writes the page that tests/test_peft_table.py checks
 peft-files: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/peft_table.py
+
+# writes the table of docs/quantized.md that tests/test_quantized_table.py checks; rows of packages that
+# are not installed stay as they are; ARGS="'hqq 4 bits' gptq" runs these only
+quantized: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/quantized_table.py $(ARGS)
 
 # prints what differs from the tables that tests/test_fixed.py checks: files, values, names;
 # ARGS=--write rewrites them, ARGS="names --write" one of them

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from .patterns import (
     ARCHITECTURES,
@@ -120,15 +120,59 @@ def layers_of(branch: Branch, row: Row) -> Iterator[Site]:
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
     """Return (d_in, d_out, stored transposed) of a linear layer; None for any other module.
 
-    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers.
+    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers, and so are the
+    layers of libraries that quantize.
     """
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features, False
+    if is_packed_linear(module):
+        d_in, d_out = _widths(module)
+        return d_in, d_out, False
     d_out = getattr(module, "nf", None)
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(d_out, int) and weight is not None:
         return int(weight.shape[0]), d_out, True
     return None
+
+
+def is_packed_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer without a weight: only its forward can unpack it.
+
+    The libraries that quantize agree on `in_features` and `out_features`, and on nothing else.
+    """
+    widths = _widths(module)
+    weight = {**module._parameters, **module._buffers}.get("weight")
+    return (
+        not isinstance(module, nn.Linear)
+        and all(isinstance(width, int) for width in widths)
+        and bool(stored(module))
+        and (weight is None or not weight.is_floating_point() or weight.shape != widths[::-1])
+        # a module around a linear layer has the same attributes
+        and all(linear_shape(child) is None for child in module.children())
+    )
+
+
+def stored(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module itself: parameters, buffers and attributes."""
+    groups = (module._parameters, module._buffers, vars(module))
+    return [t for group in groups for t in group.values() if isinstance(t, Tensor)]
+
+
+def _widths(module: Any) -> tuple[Any, Any]:
+    """Return (d_in, d_out) as a module states them, if it does."""
+    # it has no other record of them
+    if type(module).__name__ == "EetqLinear":
+        return tuple(module.weight.shape)
+    d_in, d_out = (_stated(module, name) for name in ("in_features", "out_features"))
+    return d_in, d_out
+
+
+def _stated(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module or a property of its class, and no answer for PEFT's code."""
+    if name in vars(module):
+        return vars(module)[name]
+    found = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
+    return getattr(module, name) if isinstance(found, property) else None
 
 
 def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:

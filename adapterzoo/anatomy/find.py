@@ -279,7 +279,7 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
         if module._parameters.get("bias") is None:
             continue
         norm, conv = is_norm(module), isinstance(module, _ConvNd)
-        is_linear = isinstance(module, nn.Linear) or hasattr(module, "nf")
+        is_linear = linear_shape(module) is not None
         # torch's attention reads the parameters of its layers
         is_read = any(isinstance(owner, nn.MultiheadAttention) for owner in tree.owners(path))
         if is_read or not (norm or conv or is_linear):

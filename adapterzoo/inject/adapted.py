@@ -360,18 +360,34 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
         layer: the module.
         cls: its new class.
     """
+    before: Any = type(layer).forward
     layer.__class__ = cls
     # accelerate (device_map, offloading) stores the original forward in the instance, and diffusers
-    # (casting, offloading) in the hooks of the instance
+    # (casting, offloading) in the hooks of the instance; compressed-tensors' own calls the class's
     hooks: list[Any] = getattr(vars(layer).get("_diffusers_hook"), "_fn_refs", [])
     for owner in (layer, *hooks):
         for name in ("forward", "_old_forward", "original_forward"):
             kept = vars(owner).get(name)
-            if isinstance(kept, types.MethodType) and kept.__self__ is layer:
+            is_own = isinstance(kept, types.MethodType) and kept.__self__ is layer
+            if is_own and kept.__func__ is before:
                 setattr(owner, name, types.MethodType(cls.forward, layer))
 
 
-class _AdaptedType(type):
+class _LayoutType(type):
+    """The type of the classes for adapters, whose objects are laid out like those of the layer.
+
+    CPython takes the layout from the first base, and swaps only classes of one layout: that of
+    quanto's layers differs from that of `nn.Module`. So the layer's class is the first base, and
+    still the last whose methods are looked up.
+    """
+
+    def mro(cls) -> list[type[Any]]:
+        """Return the classes in which methods are looked up, those of adapters first."""
+        own = cls.__bases__[0].__mro__
+        return [*(each for each in super().mro() if each not in own), *own]
+
+
+class _AdaptedType(_LayoutType):
     """The type of the classes for adapters: layers without adapters are instances too.
 
     FSDP's auto-wrap takes the class of the first layer of a name, and wraps its instances.
@@ -433,16 +449,22 @@ def _adapted_class(
                 functools.partial(_set, parameter=parameter),
             )
         own = kind or Adapted
-        bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
+        bases = (cls, Adapted) if kind is None else (cls, kind, Adapted)
         if shown.names and (shown.is_called or kind is not None):
-            bases = (*bases[:-1], _Untouched, cls)
+            bases = (*bases, _Untouched)
         elif shown.names:
             members["forward"] = _plainly
-        # a whole model has a metaclass of its own, and stands alone
-        meta: Any = _AdaptedType if type(cls) is type else type(cls)
-        made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
+        made = _type_over(type(cls))(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
+
+
+def _type_over(meta: Any) -> Any:
+    """Return the type of the classes for adapters over classes of a type."""
+    if meta is type:
+        return _AdaptedType
+    # a whole model has a metaclass of its own, and stands alone
+    return type(meta.__name__, (_LayoutType, meta), {})
 
 
 def _answers(cls: type[nn.Module], parameters: Sequence[str]) -> dict[str, _Asked]:

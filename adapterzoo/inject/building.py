@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, WRAPPED, Site, part_names, unwrapped
+from adapterzoo.anatomy.blocks import stored
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
@@ -245,6 +247,7 @@ def device_of(layer: nn.Module) -> torch.device:
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
-        first = next(own_parameters(layer), None)
+        # some quantized layers have no parameters
+        first = next(itertools.chain(own_parameters(layer), stored(layer)), None)
         device = torch.get_default_device() if first is None else first.device
     return torch.device(device)

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.anatomy.blocks import experts_transposed
+from adapterzoo.anatomy.blocks import experts_transposed, is_packed_linear, linear_shape, stored
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
 from adapterzoo.call import StackCall
@@ -300,10 +300,14 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     weight = own(layer, parameter)
     if weight is not None and (packing := packing_of(weight)) is not None:
         weight = packing.read(layer, weight)
-    if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+    elif parameter == "weight" and is_quantized(layer):
+        weight = _unpacked(layer)
+    # experts in float8 have their scales in other parameters
+    is_packed = parameter != "weight" and weight is not None and weight.element_size() == 1
+    if weight is None or is_packed or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as the "
-            f"adapter needs. Write exclude_modules=[…] with the layer's name."
+            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as "
+            f"the adapter needs. Write exclude_modules=[…] with the layer's name."
         )
     return as_matrix(layer, parameter, weight)
 
@@ -627,6 +631,7 @@ class EightBit(Packing):
 PACKINGS: Mapping[str, Packing] = {
     "bitsandbytes.Int8Params": EightBit(),
     "bitsandbytes.Params4bit": FourBit(),
+    "optimum.QTensor": Packing(),
     "torchao.TorchAOBaseTensor": Packing(),
 }
 
@@ -648,12 +653,105 @@ def packing_of(weight: Tensor | None) -> Packing | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return whether any parameter of the layer itself is packed.
+    """Return whether a layer multiplies by something else than the weight that it stores.
 
     Args:
         layer: any module.
     """
-    return any(packing_of(p) is not None for p in layer._parameters.values())
+    if any(packing_of(p) is not None for p in layer._parameters.values()):
+        return True
+    if not isinstance(layer, nn.Linear):
+        return is_packed_linear(layer)
+    weight = layer._parameters.get("weight")
+    # what casts float8 to another dtype around a layer leaves its forward alone
+    is_whole = weight is None or weight.element_size() > 1 or _plain(layer).forward is _MULTIPLY
+    if not (is_whole and (weight is None or weight.is_floating_point())):
+        return True
+    # of AutoBitLinear, which rounds its weight in each call
+    rounds = getattr(layer, "online_quant", False)
+    return rounds or any("scale" in name for name in (*layer._parameters, *layer._buffers))
+
+
+_MULTIPLY = nn.Linear.forward
+
+
+def _plain(layer: nn.Module) -> Any:
+    """Return the layer's class without adapters."""
+    return getattr(layer, "_plain", type(layer))
+
+
+def _unpacked(layer: nn.Module) -> Tensor:
+    """Return the weight `[d_out, d_in]` of a layer that keeps it in a way of its own.
+
+    Raises:
+        StateError: the layer does something else to its inputs than to multiply them.
+    """
+    cls = _plain(layer)
+    if f"{cls.__module__.partition('.')[0]}.{cls.__name__}" == "hqq.HQQLinear":
+        return cast("Tensor", cls.dequantize(layer))
+    if not has_run(layer):
+        raise StateError(
+            f"{cls.__name__}: compressed-tensors unpacks its weight in the model's first call, and "
+            "the adapter needs it before. Write model(**inputs) first."
+        )
+    w, only_multiplies = _products(layer)
+    if not only_multiplies:
+        raise StateError(
+            f"{cls.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, and "
+            "its weight cannot be read. Write LoRAConfig(), which does not read it."
+        )
+    return w.mT
+
+
+def _products(layer: nn.Module) -> tuple[Tensor, bool]:
+    """Return the layer's products with the identity `[d_in, d_out]`, and whether they are Wᵀ.
+
+    They are if the layer only multiplies. Rounding each input by its largest value changes no row
+    of the identity; other rounding, and norms, change 0.7 of a row to something else.
+    """
+    d_in, _, _ = cast("tuple[int, int, bool]", linear_shape(layer))
+    floats = (t for t in stored(layer) if t.is_floating_point() and t.element_size() > 1)
+    # scales may be wider than what the layer computes in
+    narrow = min(floats, key=Tensor.element_size, default=torch.empty(0))
+    eye = torch.eye(d_in, dtype=narrow.dtype, device=stored(layer)[0].device)
+    run = functools.partial(_plain(layer).forward, layer)
+    with torch.no_grad():
+        bias = run(torch.zeros_like(eye[:1]))  # [1, d_out]
+        w, probe = run(eye) - bias, (run(0.7 * eye[:1]) - bias) / 0.7  # [d_in, d_out], [1, d_out]
+    return w, _is_near(probe[0], w[0], w.abs().amax() + bias.abs().amax())
+
+
+def has_run(layer: nn.Module) -> bool:
+    """Return whether a quantized layer can run alone: compressed-tensors unpacks whole models.
+
+    Args:
+        layer: quantized.
+    """
+    return not isinstance(layer, nn.Linear) or "weight_packed" not in layer._parameters
+
+
+def passes_gradients(layer: nn.Module) -> bool:
+    """Return whether a quantized layer gives its input the gradient of its product.
+
+    Args:
+        layer: of a class that keeps its weight in a way of its own.
+    """
+    w, only_multiplies = _products(layer)
+    with torch.enable_grad():
+        x = torch.full_like(w[:, 0], 0.7).requires_grad_()  # [d_in]
+        y = _plain(layer).forward(layer, x[None])
+        if not y.requires_grad:
+            return False
+        (found,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+    if found is None or not only_multiplies:
+        return found is not None and bool(found.any())
+    return _is_near(found, w.sum(1), w.abs().sum(1).amax())
+
+
+def _is_near(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Return whether values are equal but for rounding of terms of a size."""
+    bound = 8 * torch.finfo(expected.dtype).eps * size
+    return bool(((found - expected).abs() <= bound).all())
 
 
 def was_transposed(layer: nn.Module) -> bool:
@@ -673,6 +771,20 @@ def unpacked_size(weight: Tensor) -> int:
     """
     packing = packing_of(weight)
     return weight.numel() if packing is None else packing.count(weight)
+
+
+def uncounted(layer: nn.Module) -> int:
+    """Return how many numbers a quantized layer stands for beyond those of its parameters.
+
+    Args:
+        layer: any module; one whose packed weight knows its size, or has none, has counted all.
+    """
+    if not is_quantized(layer) or any(map(packing_of, layer._parameters.values())):
+        return 0
+    d_in, d_out, _ = cast("tuple[int, int, bool]", linear_shape(layer))
+    has_bias = getattr(layer, "bias", None) is not None
+    stored = sum(p.numel() for p in layer._parameters.values() if p is not None)
+    return (d_in + has_bias) * d_out - stored
 
 
 def unpack_all(model: nn.Module) -> None:

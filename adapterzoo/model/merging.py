@@ -28,6 +28,7 @@ from adapterzoo.inject.layers import (
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan, set_active
 from .heads import copies, plain
 from .hf.hosts import refuse_trained, refuse_while_batching
+from .hf.init_data import can_dequantize
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, layer_in, modules_of, parameters_of
@@ -208,9 +209,12 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
         raise StateError(f"the weights at {shown(path)!r} are offloaded. Load without device_map.")
     if is_quantized(layer):
-        raise StateError(
-            f"the weights at {shown(path)!r} are quantized. Write model.dequantize() first."
+        how = (
+            "Write model.dequantize() first."
+            if can_dequantize(model)
+            else "Load the plain model, then write load_adapter(…) and merge_adapter(…) there."
         )
+        raise StateError(f"the weights at {shown(path)!r} are quantized. {how}")
 
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:

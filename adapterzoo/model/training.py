@@ -7,15 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from adapterzoo.anatomy.blocks import stored
 from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
-from adapterzoo.inject.layers import is_quantized, packing_of, unpack_all
+from adapterzoo.inject.building import at_hand, plain_modules
+from adapterzoo.inject.layers import (
+    has_run,
+    is_quantized,
+    packing_of,
+    passes_gradients,
+    uncounted,
+    unpack_all,
+)
 from adapterzoo.methods._copies import Table
 
 from . import adapters
@@ -73,6 +83,7 @@ def train_adapter(
     if gives_heads:
         _check_heads(model, setup)
     refuse_untrained(model, setup, _parameters(model, names, train_embeddings))
+    _refuse_without_gradients(model)
     set_active(model, setup)
     for name in names if train_embeddings and is_own else ():
         tables.add_table(model, name)
@@ -107,6 +118,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     names = setup.flatten() if unfreeze_adapters else ()
     trained = [*own_parameters_of(model, names, [fuse.name for fuse in fuses])]
     refuse_untrained(model, setup, trained)
+    _refuse_without_gradients(model)
     set_active(model, setup)
     _train(model, trained, False)
 
@@ -236,6 +248,28 @@ def require_grad(model: AdaptedModel, name: str, is_trained: bool) -> None:
 # --- quantized layers ---
 
 
+def _refuse_without_gradients(model: AdaptedModel) -> None:
+    """Check that gradients pass through quantized layers, one of each class.
+
+    Raises:
+        StateError: they do not.
+    """
+    firsts: dict[type[nn.Module], tuple[str, nn.Module]] = {}
+    for path, layer in plain_modules(model._backbone):
+        if is_quantized(layer) and not any(map(packing_of, layer._parameters.values())):
+            firsts.setdefault(type(layer), (path, layer))
+    for path, layer in firsts.values():
+        with at_hand(layer):
+            # nor can the pieces of a sharded weight run alone
+            whole = {type(t) for t in stored(layer)} <= {torch.Tensor, nn.Parameter}
+            if whole and has_run(layer) and not passes_gradients(layer):
+                raise StateError(
+                    f"the {type(layer).__name__} at {path!r} is for inference: no gradient passes "
+                    "it, and adapters before it would not learn. Load the model with "
+                    "quantization_config=BitsAndBytesConfig(load_in_4bit=True)."
+                )
+
+
 def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
     """Let transformers make quantized layers plain ones, and keep their adapters.
 
@@ -339,7 +373,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         if name in active and plan.skip_layers:
             rows[-1]["skip_layers"] = list(plan.skip_layers)
     own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
-    total = sum(map(size_of, own))
+    total = sum(map(size_of, own)) + sum(map(uncounted, model._backbone.modules()))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in own)

@@ -440,7 +440,9 @@ def base_layer(layer: Any) -> nn.Module:
     for name in ("forward", "_old_forward"):
         kept = vars(made).get(name)
         if isinstance(kept, types.MethodType) and kept.__self__ is layer:
-            setattr(made, name, types.MethodType(plain.forward, made))
+            is_own = kept.__func__ is cast("Any", type(layer)).forward
+            own = plain.forward if is_own else kept.__func__
+            setattr(made, name, types.MethodType(own, made))
         elif isinstance(kept, functools.partial) and kept.args == (layer,):
             setattr(made, name, functools.partial(kept.func, made))
     vars(made)[_WHOLE] = layer

@@ -30,6 +30,7 @@ from adapterzoo.formats.checkpoint import from_plain
 from adapterzoo.formats.peft.reading import is_saved, task_of
 from adapterzoo.formats.peft.writing import HEADED
 from adapterzoo.inject.building import plain_modules
+from adapterzoo.inject.layers import uncounted
 from adapterzoo.model import (
     AdapterModelMixin,
     adapters,
@@ -630,7 +631,8 @@ class PeftMethods:
         A quantized weight counts as many parameters as before quantization.
         """
         own = [(size_of(p), p.requires_grad) for p in self.parameters()]
-        return sum(n for n, is_trained in own if is_trained), sum(n for n, _ in own)
+        total = sum(n for n, _ in own) + sum(map(uncounted, self.modules()))
+        return sum(n for n, is_trained in own if is_trained), total
 
     def print_trainable_parameters(self) -> None:
         """Print the number of trainable parameters, of all, and their share in percent."""

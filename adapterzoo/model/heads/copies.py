@@ -40,7 +40,7 @@ from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
-from adapterzoo.inject.layers import packing_of, write_finite
+from adapterzoo.inject.layers import is_quantized, packing_of, write_finite
 from adapterzoo.methods._copies import ROWS, WITH_OUTPUTS, Table, tied_layers
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
@@ -131,10 +131,21 @@ def _layer(model: AdaptedModel, path: str) -> nn.Module:
 
 
 def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]:
-    """Return copies of the layers of the original head, perhaps with a language model's output."""
+    """Return copies of the layers of the original head, perhaps with a language model's output.
+
+    Raises:
+        StateError: one is quantized.
+    """
     found = layers_of(model)
     if with_output and (path := output_path(model)) is not None:
         found[path] = _layer(model, path)
+    for path, layer in found.items():
+        if any(is_quantized(part) for _, part in plain_modules(layer)):
+            raise StateError(
+                f"{path!r} of the head is quantized and cannot be trained. Name it in the "
+                f"quantization config: modules_to_not_convert=[{path!r}] (bitsandbytes: "
+                f"llm_int8_skip_modules)."
+            )
     return {path: _copied(layer) for path, layer in found.items()}
 
 

@@ -14,6 +14,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers import utils
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 
 from adapterzoo.anatomy import in_whole
@@ -144,6 +145,13 @@ def _mask(value: object) -> Tensor | None:
 
 
 # --- The weights that the layers of a base model had before it was quantized ---
+
+
+def can_dequantize(model: AdaptedModel) -> bool:
+    """Return whether transformers can make the quantized layers of a model plain ones."""
+    quantizer = type(getattr(model, "hf_quantizer", None))
+    own = getattr(quantizer, "_dequantize", HfQuantizer._dequantize)
+    return own is not HfQuantizer._dequantize
 
 
 def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str, OriginalWeight]:
