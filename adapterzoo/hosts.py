@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -212,7 +212,9 @@ def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
     if texts and home.startswith("transformers."):
         rows = [{k: v for k, v in row.items() if k not in texts} for row in rows]
     batch = collator(rows)
-    batch.update({key: values for key, values in texts.items() if key not in batch})
+    # some trainers of TRL take rows as they are
+    if isinstance(batch, MutableMapping):
+        batch.update({key: values for key, values in texts.items() if key not in batch})
     return batch
 
 
