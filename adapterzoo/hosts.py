@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -234,12 +235,16 @@ def _saves_alone(model: Any) -> bool:
 def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` save adapters and heads alone, as it does for models of PEFT.
 
-    It would save the whole model in each checkpoint. Tested with transformers 5.5 to 5.24.
+    It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
+    with it. Tested with transformers 5.5 to 5.24.
     """
 
     @functools.wraps(save)
     def told(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        own = _adapted(self.model)
+        own, folder = _adapted(self.model), Path(output_dir or self.args.output_dir)
+        is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
+        if is_step and self.args.should_save and (reference := _reference(self)) is not None:
+            reference.save(folder)
         # an engine that shards the model has gathered these
         if state_dict is not None or not _saves_alone(own):
             save(self, output_dir, state_dict)
@@ -267,10 +272,18 @@ def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(load)
     def told(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (reference := _reference(self)) is not None:
+            reference.load(Path(resume_from_checkpoint))
         if not _restored(self, resume_from_checkpoint):
             load(self, resume_from_checkpoint, model)
 
     return told
+
+
+def _reference(trainer: Any) -> Any:
+    """Return the reference of a trainer of TRL that is a copy of trained parameters."""
+    found = getattr(trainer, "ref_model", None)
+    return found if hasattr(found, "policy") else None
 
 
 def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., None]:

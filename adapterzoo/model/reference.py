@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.errors import StateError
+from adapterzoo.formats import files, fit
 
 from .sharding import groups_of
 from .state import AdaptedModel, own_parameters_of
+
+FILE = "reference.safetensors"
 
 
 class Reference(nn.Module):
@@ -37,19 +42,20 @@ class Reference(nn.Module):
         # no part of this module, whose parameters would be those of the policy
         vars(self)["policy"] = policy
         self.is_base = is_base
-        wanted = {id(p) for p in cast("Any", policy).parameters() if p.requires_grad}
-        wanted |= {id(p) for p in own_parameters_of(policy)}
-        copies = {} if is_base else {
-            p: nn.Parameter(p.detach().clone(), requires_grad=False)
-            for p in cast("Any", policy).parameters()
-            if id(p) in wanted
-        }  # fmt: skip
-        self.copies = nn.ParameterList(copies.values())
+        module = cast("nn.Module", policy)
+        own = {id(p) for p in own_parameters_of(policy)}
+        copied = [] if is_base else [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in own
+        ]  # fmt: skip
+        copies = [nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in copied]
+        self.copies = nn.ParameterList(copies)
+        self._names = [without_wrappers(name) for name, _ in copied]
+        by_id = {id(p): copy for (_, p), copy in zip(copied, copies, strict=True)}
         self._places = [
-            (module, name, copies[p])
-            for module in cast("Any", policy).modules()
-            for name, p in module._parameters.items()
-            if p is not None and p in copies
+            (part, name, by_id[id(p)])
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if id(p) in by_id
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +70,36 @@ class Reference(nn.Module):
         """
         with self._acting():
             return self.policy(*args, **kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Write the copies beside a checkpoint, unless there is none.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        if self._names:
+            copies = dict(zip(self._names, self.copies, strict=True))
+            files.write_tensors(folder / FILE, {}, copies)
+
+    def load(self, folder: Path) -> None:
+        """Fill the copies with those that `save` wrote, if it did.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            CheckpointError: they are those of another model; nothing has been filled.
+        """
+        if not (folder / FILE).is_file():
+            return
+        saved = files.tensors_in(folder, (FILE,))
+        copies = dict(zip(self._names, self.copies, strict=True))
+        fit.check_fit(type(self.policy).__name__, saved, copies, None)
+        for name, copy in copies.items():
+            copy.data.copy_(saved[name])
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
