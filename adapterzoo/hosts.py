@@ -283,7 +283,12 @@ def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
 def _reference(trainer: Any) -> Any:
     """Return the reference of a trainer of TRL that is a copy of trained parameters."""
     found = getattr(trainer, "ref_model", None)
-    return found if hasattr(found, "policy") else None
+    return found if _is_reference(found) else None
+
+
+def _is_reference(model: object) -> bool:
+    module: Any = sys.modules.get("adapterzoo.model.reference")
+    return module is not None and isinstance(model, module.Reference)
 
 
 def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., None]:
@@ -495,7 +500,7 @@ def trl_leaves_out_no_layer(add: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add)
     def told(model: Any, *args: Any, **kwargs: Any) -> None:
         # a reference calls the policy, which has its fused head
-        if isinstance(model, _above("model.reference").Reference):
+        if _is_reference(model):
             return
         add(model, *args, **kwargs)
         if _adapted(model) is None:

@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import adapterzoo.hosts
 import peft
 import pytest
 import torch
@@ -38,6 +37,7 @@ from trl_world import QUIET as OF_TRL
 from words import tokenizer
 
 import adapterzoo
+import adapterzoo.hosts
 import adapterzoo.peft as library
 from adapterzoo import AutoAdapterModel
 from adapterzoo.peft_arguments import PEFT_VERSION
@@ -159,9 +159,7 @@ def test_the_best_adapters_would_not_be_loaded(tmp_path, forget):
     best.compute_metrics = lambda _: {"made_up": next(scores)}
     best.train()
     first = named()
-    first.load_adapter(
-        Path(best.state.best_model_checkpoint, "a"), load_as="a", overwrite_ok=True
-    )
+    first.load_adapter(Path(best.state.best_model_checkpoint, "a"), load_as="a", overwrite_ok=True)
     own, kept = (dict(m.adapter_modules("a")) for m in (model, first))
     same = [torch.equal(own[path].lora_B, module.lora_B) for path, module in kept.items()]
     assert best.state.best_global_step == 1

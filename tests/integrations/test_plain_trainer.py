@@ -14,6 +14,8 @@ from snapshots import of_adapter
 from torch import Tensor
 from transformers import (
     DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -213,6 +215,36 @@ def test_labels_are_those_of_the_active_head(tmp_path, table):
     model.active_head = "answers"
     assert trainer(model, tmp_path, table).label_names == ["start_positions", "end_positions"]
     assert trainer(model, tmp_path, table, label_names=["mine"]).label_names == ["mine"]
+
+
+def test_a_trainer_of_text_to_text_does_so_too(tmp_path):
+    def seq2seq(model: Any, steps: int) -> Seq2SeqTrainer:
+        rows = [{"input_ids": [5, 6, 7, 1], "labels": [7 + i % 2, 6, 1]} for i in range(8)]
+        arguments = Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=2, predict_with_generate=True,
+            **{**QUIET, "save_strategy": "steps"},
+        )  # fmt: skip
+        return Seq2SeqTrainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows,
+            data_collator=lambda rows: {k: torch.tensor([r[k] for r in rows]) for k in rows[0]},
+        )  # fmt: skip
+
+    def writer() -> Any:
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("t5"))
+        model.add_adapter("titles", "seq_bn[reduction_factor=4]")
+        model.add_seq2seq_lm_head("titles")
+        model.train_adapter("titles")
+        return model
+
+    whole = seq2seq(writer(), 4)
+    assert whole.label_names == ["labels"]
+    whole.train()
+    assert files_in(tmp_path / "checkpoint-2", "*.safetensors") == ["titles/adapter"]
+    resumed = seq2seq(writer(), 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not differing(bits(whole.model), bits(resumed.model))
+    assert resumed.predict(resumed.eval_dataset, max_length=5).predictions.shape[0] == 8
 
 
 # --- datasets ---

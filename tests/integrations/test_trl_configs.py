@@ -20,8 +20,12 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -84,7 +88,35 @@ def grouped(model: Any, folder: Path, **chosen: Any) -> Any:
     )
 
 
-TRAINERS = {"sft": supervised, "dpo": preferred, "reward": rewarded, "grpo": grouped}
+def leaving_one_out(model: Any, folder: Path, **chosen: Any) -> Any:
+    own = {k: chosen.pop(k) for k in [*chosen] if k not in ("peft_config", "callbacks")}
+    config = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+    return RLOOTrainer(
+        model,
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
+        args=RLOOConfig(str(folder), **{**QUIET, **config, **own}),
+        train_dataset=pairs().select_columns("prompt"),
+        processing_class=words(),
+        **chosen,
+    )
+
+
+def judged(model: Any, folder: Path, **chosen: Any) -> Any:
+    own = {k: chosen.pop(k) for k in [*chosen] if k not in ("peft_config", "callbacks")}
+    columns = {"completion": [" good .", " bad ."] * 4, "label": [True, False] * 4}
+    return KTOTrainer(
+        model, args=KTOConfig(str(folder), **{**QUIET, **own}),
+        train_dataset=Dataset.from_dict({"prompt": ["the film was"] * 8, **columns}),
+        processing_class=words(), **chosen,
+    )  # fmt: skip
+
+
+TRAINERS = {
+    "sft": supervised, "dpo": preferred, "reward": rewarded, "grpo": grouped,
+    "rloo": leaving_one_out, "kto": judged,
+}  # fmt: skip
+# they compare with a reference
+REFERRING = ("dpo", "rloo", "kto")
 
 
 def plain(world: World, trainer: str) -> Any:
@@ -108,6 +140,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_trainer_adds_an_adapter_of_this_library(world, config, trainer):
@@ -225,6 +258,7 @@ def cut(trainer: str) -> dict[str, Any]:
     return {k: v for k, v in CUT.items() if k != "disable_dropout" or trainer != "sft"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("make", MADE)
 def test_a_run_is_resumed_from_adapters_alone(world, make, trainer):
@@ -240,7 +274,7 @@ def test_a_run_is_resumed_from_adapters_alone(world, make, trainer):
         if parameter.requires_grad:
             parameter.data.add_(1.0)
     again = TRAINERS[trainer](other, world.folder / "out", **cut(trainer))
-    assert (folder / "reference.safetensors").is_file() == (trainer == "dpo")
+    assert (folder / "reference.safetensors").is_file() == (trainer in REFERRING)
     again.train(resume_from_checkpoint=True)
     expected = bits(whole.model)
     assert all(torch.equal(t, expected[name]) for name, t in bits(again.model).items())
@@ -256,6 +290,7 @@ class Keep(TrainerCallback):
         self.seen[state.global_step] = bits(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward"])
 def test_the_best_model_is_loaded_from_adapters_alone(world, make, trainer):

@@ -13,8 +13,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTr
 from trl_world import LORA, PAIRS, QUIET, World, logged, pairs, words
 
 import adapterzoo
+import adapterzoo.model.reference
 import adapterzoo.peft as library
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, StateError
 
 OURS = ["of_library", "named", "with_heads"]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -191,6 +192,25 @@ def test_a_reference_that_follows_is_refused(world):
         preferred(model, world.folder, sync_ref_model=True)
     # as the message says
     preferred(model, world.folder, sync_ref_model=False)
+
+
+def test_a_reference_of_a_sharded_model_is_a_model_of_its_own(world, monkeypatch):
+    """Its parameters are other objects then, whose places no copy can take."""
+    adapter = world.trained()
+    model = world.named(adapter)
+    found = preferred(model, world.folder)
+    monkeypatch.setattr(adapterzoo.model.reference, "groups_of", lambda _: ["a group"])
+    with pytest.raises(StateError, match="ref_model"):
+        reference(found)
+    # as the message says
+    own = world.named(adapter)
+    torch.testing.assert_close(
+        reference(preferred(model, world.folder, ref_model=own)), reference_of(world, adapter)
+    )
+
+
+def reference_of(world: World, adapter: Any) -> torch.Tensor:
+    return reference(preferred(world.of_peft(adapter), world.folder))
 
 
 def test_other_models_get_a_reference_as_ever(world, loaded):
