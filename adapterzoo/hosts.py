@@ -132,7 +132,7 @@ def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` accept quantized models, and find the labels of named heads.
 
     It trains a quantized model only with adapters of PEFT, and looks for labels in the signature of
-    the model's class, which all heads share. Tested with transformers 5.5 to 5.24.
+    the model's class, which all heads share. Tested with transformers 5.24.
     """
 
     @functools.wraps(init)
@@ -178,7 +178,7 @@ def labels_of(model: Any) -> list[str]:
 def trainer_keeps_texts(make: Callable[..., Any]) -> Callable[..., Any]:
     """Let batches of `Trainer` have the texts of `adapter_names` and `task_ids`.
 
-    Collators make tensors, and texts cannot become tensors. Tested with transformers 5.5 to 5.24.
+    Collators make tensors, and texts cannot become tensors. Tested with transformers 5.24.
     """
 
     @functools.wraps(make)
@@ -236,7 +236,7 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` save adapters and heads alone, as it does for models of PEFT.
 
     It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
-    with it. Tested with transformers 5.5 to 5.24.
+    with it. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
@@ -267,7 +267,7 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
 def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` resume from a checkpoint with adapters alone.
 
-    It looks for files of whole models and of PEFT. Tested with transformers 5.5 to 5.24.
+    It looks for files of whole models and of PEFT. Tested with transformers 5.24.
     """
 
     @functools.wraps(load)
@@ -320,7 +320,8 @@ def _restored(trainer: Any, folder: str) -> bool:
 def accelerator_divides_no_loss(accelerator: Any) -> None:
     """Tell accelerate that the trainer divides the loss of accumulated batches.
 
-    Before transformers 5.19, accelerate divides it again. Tested with accelerate 1.3 to 1.15.
+    Older releases of transformers let accelerate divide it again. Tested with transformers 5.24,
+    which does not, and accelerate 1.15.
 
     Args:
         accelerator: of an `AdapterTrainer`.
@@ -335,7 +336,7 @@ def transformers_looks_in_folders(module: Any) -> None:
     """Let transformers look for an adapter in the `subfolder` that it is given, and not above it.
 
     With PEFT installed, a model that is loaded from a sub-folder would get the adapter beside it.
-    Mended in transformers 5.24; tested with 5.5 to 5.23.
+    Mended in transformers 5.24; tested with that.
 
     Args:
         module: `transformers.integrations.peft`.
@@ -355,7 +356,7 @@ def transformers_looks_in_folders(module: Any) -> None:
 def transformers_looks_again() -> None:
     """Let transformers look for PEFT: this library imports it, and it looks only once.
 
-    Tested with transformers 5.5 to 5.24.
+    Tested with transformers 5.24.
     """
     import_utils: Any = importlib.import_module("transformers.utils.import_utils")
     import_utils.is_peft_available.cache_clear()
@@ -365,7 +366,7 @@ def transformers_looks_again() -> None:
 def trainers_know_models(**classes: type) -> None:
     """Give `Trainer` the classes of models that it tests for; it may have imported PEFT's.
 
-    Tested with transformers 5.5 to 5.24.
+    Tested with transformers 5.24.
 
     Args:
         **classes: by PEFT's names.
@@ -378,7 +379,7 @@ def trainers_know_models(**classes: type) -> None:
 def transformers_takes_this_release(version: str) -> None:
     """Let transformers' own methods run, which may ask for a release of PEFT that came later.
 
-    Tested with transformers 5.5 to 5.24.
+    Tested with transformers 5.24.
 
     Args:
         version: of PEFT, whose names there are.
@@ -394,7 +395,7 @@ def transformers_adds_adapters(add: Callable[..., Any], load: Callable[..., Any]
     """Let a plain model of transformers get its first adapter from this library.
 
     Its own methods wrap layers with functions of PEFT, and then read the state of the wrappers.
-    Tested with transformers 5.5 to 5.24.
+    Tested with transformers 5.24.
 
     Args:
         add: `add_adapter` of a plain model.
@@ -427,7 +428,7 @@ def _is_of_peft(value: object) -> bool:
 def trl_knows_configs(given: type) -> type:
     """Let `peft_config=…` be a config of `adapterzoo.peft`, of this library, or its string.
 
-    TRL's trainers refuse all but instances of PEFT's class. Tested with TRL 1.0 to 1.16.
+    TRL's trainers refuse all but instances of PEFT's class. Tested with TRL 1.16.
     """
 
     class Told(type):
@@ -441,7 +442,10 @@ def trl_adds_adapters(get: Callable[..., Any]) -> Callable[..., Any]:
     """Let `peft_config=…` of this library add its adapter, not PEFT's layers.
 
     A config of `adapterzoo.peft` gives a model of it; others one of `adapterzoo.init`, with the
-    adapter "default". Tested with TRL 1.0 to 1.16.
+    adapter "default". Tested with TRL 1.16.
+
+    Raises:
+        StateError: when a trainer is made; the model has adapters.
     """
 
     @functools.wraps(get)
@@ -471,6 +475,9 @@ def trl_has_a_reference(create: Callable[..., Any]) -> Callable[..., Any]:
     TRL loads the base a second time, from the name in the config, and compares a trained adapter
     with the bare base. For models of PEFT it keeps a frozen copy of the adapter, or turns off the
     one that `peft_config` has added. Tested with TRL 1.16.
+
+    Raises:
+        ConfigError: when a trainer is made; its reference is to follow the policy.
     """
 
     @functools.wraps(create)
