@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .hosts import watch as _watch
+
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel
     from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
@@ -63,6 +65,9 @@ if TYPE_CHECKING:
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
 __version__ = "0.1.0.dev0"
+
+# hosts are told what they need to know of models with adapters
+_watch()
 
 # the public names of each module but those of methods; imported on first use, so that
 # `import adapterzoo` alone does not import torch or transformers

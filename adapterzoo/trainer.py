@@ -6,9 +6,7 @@ A checkpoint holds adapters, heads and the state of the training; the base model
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -18,6 +16,7 @@ from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
+from . import hosts
 from .anatomy import unwrapped, without_wrappers
 from .composition import Fuse, fusion_key, fusions_of
 from .config import AdapterConfig
@@ -113,22 +112,17 @@ class AdapterTrainer(Trainer):
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)
-        with _trainable_when_quantized(model):
-            cast("Any", super()).__init__(
-                model, args, data_collator, train_dataset, eval_dataset,
-                processing_class=processing_class, model_init=model_init, **kwargs,
-            )  # fmt: skip
+        cast("Any", super()).__init__(
+            model, args, data_collator, train_dataset, eval_dataset,
+            processing_class=processing_class, model_init=model_init, **kwargs,
+        )  # fmt: skip
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise StateError("FSDP or DeepSpeed: its parts are not saved. Write Trainer(…).")
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
-        heads = self._heads()
-        if heads:
+        if self._heads():
             # all named heads take it, even if the classes of the family do not
             self.model_accepts_loss_kwargs = True
-            if self.args.label_names is None:
-                names = [n for head in heads.values() for n in head.config.label_names]
-                self.label_names = list(dict.fromkeys(names))
 
     # --- the model ---
 
@@ -169,8 +163,7 @@ class AdapterTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as `Trainer` does."""
         super().create_accelerator_and_postprocess()
-        # the losses are divided here; older releases of transformers let accelerate do it again
-        self.accelerator.gradient_accumulation_steps = 1
+        hosts.accelerator_divides_no_loss(self.accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the model is ready for training, then make the optimizer as `Trainer` does.
@@ -193,15 +186,6 @@ class AdapterTrainer(Trainer):
         if is_new and self._rates is not None:
             set_rates(cast("nn.Module", self.model), optimizer, *self._rates)
         return optimizer
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        given = self.data_collator
-        # the collators of transformers make tensors, and texts cannot become tensors
-        self.data_collator = functools.partial(_collated, given)
-        try:
-            return super()._get_dataloader(*args, **kwargs)
-        finally:
-            self.data_collator = given
 
     # --- losses ---
 
@@ -399,46 +383,6 @@ def _asked_rates(
             "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
         )
     return ratio, embedding
-
-
-def _collated(collator: Callable[[Any], Any], rows: Any) -> Any:
-    """Return a batch with the texts of `adapter_names` and `task_ids`, one for each row.
-
-    transformers' collators drop texts, or fail on them.
-
-    Args:
-        collator: makes the batch.
-        rows: of the dataset.
-    """
-    first = rows[0] if isinstance(rows[0], Mapping) else {}
-    texts = {
-        key: [row[key] for row in rows]
-        for key in ("adapter_names", "task_ids")
-        if key in first and any(isinstance(row[key], str) for row in rows)
-    }
-    home = getattr(collator, "__module__", "")
-    if texts and home.startswith("transformers."):
-        rows = [{k: v for k, v in row.items() if k not in texts} for row in rows]
-    batch = collator(rows)
-    batch.update({key: values for key, values in texts.items() if key not in batch})
-    return batch
-
-
-@contextmanager
-def _trainable_when_quantized(model: Any) -> Iterator[None]:
-    """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
-
-    Args:
-        model: in the context, it does not report that it is quantized.
-    """
-    quantized_before = getattr(model, "is_quantized", False)
-    if quantized_before:
-        model.is_quantized = False
-    try:
-        yield
-    finally:
-        if quantized_before:
-            model.is_quantized = True
 
 
 def _hint(model: Any) -> str:

@@ -245,13 +245,17 @@ def test_sharded_models_are_refused(tmp_path):
         Sharded(named(), args(tmp_path))
 
 
-def test_a_quantized_model_is_taken_and_keeps_its_mark(tmp_path):
+@pytest.mark.parametrize("trainer", [Trainer, AdapterTrainer])
+def test_a_quantized_model_is_taken_and_keeps_its_mark(tmp_path, trainer):
     model = named()
     model.is_quantized = True
-    with pytest.raises(ValueError, match="purely quantized"):
-        Trainer(model, args(tmp_path))
-    AdapterTrainer(model, args(tmp_path))
+    trainer(model, args(tmp_path))
     assert model.is_quantized is True
+    # without adapters there would be nothing to train
+    bare = AutoAdapterModel.from_config(tiny_config("bert"))
+    bare.is_quantized = True
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(bare, args(tmp_path))
 
 
 # --- what training changes, and the loss it minimises ---

@@ -57,7 +57,7 @@ from .heads import copies
 from .heads.copies import refuse_own_size
 from .heads.named import HeadNames, for_setup, show_labels
 from .hf.backbone import plain_token
-from .hf.hosts import refuse_trained, refuse_while_batching
+from .hf.guards import refuse_trained, refuse_while_batching
 from .state import (
     AdaptedModel,
     AdapterRecord,

@@ -28,7 +28,7 @@ from .activation import check_setup, refuse_taken, refuse_used, replan, set_acti
 from .heads import copies
 from .heads.copies import refuse_both, refuse_own_size
 from .heads.named import release, share_table
-from .hf import hosts
+from .hf import guards
 from .hf.init_data import Collected, InitData, embedded_text, fitted
 from .sharding import refuse_if_sharded
 from .state import (
@@ -183,7 +183,7 @@ def bring_in(
     state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
-        hosts.refuse_while_batching(model)
+        guards.refuse_while_batching(model)
         setup, skipped = parse(name), ()
     is_active = setup is not None and name in setup.flatten()
     if is_active:
@@ -255,7 +255,7 @@ def make(
         StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
-        guard = hosts.guard_of(stack)
+        guard = guards.guard_of(stack)
         if "_adapter_state" in vars(stack) or (guard and guard.active is not model._active):
             raise StateError(
                 f"the {type(stack).__name__} in this {type(model).__name__} has adapters of its "
@@ -324,7 +324,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         # its class lets it call its layers
         inject.capture_input(layer_in(model, path), path, name, active, path)
     for path, stack in stacks_of(model):
-        hosts.put_guard(stack, active)
+        guards.put_guard(stack, active)
         if record.reads_calls:
             inject.capture_input(stack, path, name, active, path, AdaptedStack)
     model._adapter_state.records[name] = record
@@ -362,7 +362,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
-            hosts.take_guard(stack)
+            guards.take_guard(stack)
 
 
 def remove_all(model: AdaptedModel) -> None:

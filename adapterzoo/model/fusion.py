@@ -25,7 +25,7 @@ from adapterzoo.names import check_name
 from . import checkpointing, sharding
 from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
 from .heads import copies
-from .hf.hosts import refuse_while_batching
+from .hf.guards import refuse_while_batching
 from .hf.info import ModelInfo, provenance
 from .hf.task_classes import text_config
 from .sharding import refuse_if_sharded

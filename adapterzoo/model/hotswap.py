@@ -31,7 +31,7 @@ from adapterzoo.inject.building import at_hand
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .heads import copies, named, store
-from .hf.hosts import refuse_while_batching
+from .hf.guards import refuse_while_batching
 from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, LoadOptions, layer_in, modules_of
 

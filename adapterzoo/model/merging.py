@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from adapterzoo.inject.layers import (
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan, set_active
 from .heads import copies, plain
-from .hf.hosts import refuse_trained, refuse_while_batching
+from .hf.guards import refuse_trained, refuse_while_batching, soon_undone
 from .hf.init_data import can_dequantize
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
@@ -118,6 +118,25 @@ def reset(model: AdaptedModel) -> None:
     merged, state.merged = state.merged, ()
     replan(model)
     model._active.change_weights(merged, "unmerged")
+
+
+@contextlib.contextmanager
+def merged(model: AdaptedModel) -> Iterator[None]:
+    """Return a context within which the active adapters are merged, also in a running Trainer.
+
+    Raises:
+        StateError: they cannot be merged.
+    """
+    before, plan = model._adapter_state.merged, model._active.default.plan
+    added = () if plan.setup is None else to_merge(model, None)
+    with soon_undone():
+        merge(model, added)
+    try:
+        yield
+    finally:
+        with soon_undone():
+            reset(model)
+            merge(model, before)
 
 
 # --- a plain model again ---

@@ -40,7 +40,7 @@ from .conversion import Size
 from .conversion.certificate import Certificate
 from .heads import copies, tables
 from .heads.named import HeadNames
-from .hf import config_entry, hosts, owned, vocabularies
+from .hf import config_entry, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
     AdapterState,
@@ -501,17 +501,6 @@ class AdapterModelMixin:
         if mode and self.has_adapters():
             training.hold_statistics(self)
         return self
-
-    def get_output_embeddings(self) -> Any:
-        """Return the output layer of a language model; None without one.
-
-        Raises:
-            StateError: TRL's fused head would leave out what adapters change there.
-        """
-        output = cast("Any", super()).get_output_embeddings()
-        if output is not None:
-            hosts.refuse_fused(self, output)
-        return output
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
         """Make quantized layers plain ones, as transformers does; their adapters stay.
@@ -1412,5 +1401,5 @@ class AdapterModelMixin:
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
     ) -> None:
-        func = functools.partial(hosts.checkpointed, self._active, gradient_checkpointing_func)
+        func = functools.partial(training.checkpointed, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.anatomy.blocks import stored
@@ -27,13 +27,14 @@ from adapterzoo.inject.layers import (
     unpack_all,
 )
 from adapterzoo.methods._copies import Table
+from adapterzoo.runtime import ActiveState
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active
 from .heads import copies, tables
 from .heads.copies import tables_of
 from .heads.named import all_tensors
-from .hf.hosts import refuse_untrained
+from .hf.guards import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
     DEFAULT_EMBEDDINGS,
@@ -298,6 +299,43 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
         for name, record in records.items():
             adapters.install(model, name, record)
     model._adapter_state.anatomy = None
+
+
+# --- gradient checkpointing: blocks are recomputed in the backward pass ---
+
+
+def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a block that the backward pass recomputes, with the adapters of this forward pass.
+
+    On CUDA the backward pass runs in threads of its own, which do not see an `AdapterSetup` of the
+    thread that ran the forward pass.
+
+    Args:
+        active: state of the model.
+        checkpoint: torch's function, with its options.
+        run: the block.
+        *args: its inputs.
+        **kwargs: the same, by name.
+
+    Returns:
+        The output of the block.
+    """
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) and torch.is_grad_enabled():
+        # a reentrant block gets no gradients if none of its inputs requires one, as above frozen
+        # layers; transformers handles this for token embeddings only
+        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+        if floats and not any(args[i].requires_grad for i in floats):
+            first = floats[0]
+            args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
+    resume = active.resumable()
+    if resume is None:
+        return checkpoint(run, *args, **kwargs)
+
+    def run_again(*inputs: Any, **named: Any) -> Any:
+        with resume():
+            return run(*inputs, **named)
+
+    return checkpoint(run_again, *args, **kwargs)
 
 
 # --- fingerprints ---

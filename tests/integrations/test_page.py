@@ -27,7 +27,8 @@ def test_the_blocks_of_the_page_run(tmp_path):
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), space)
     loaded, trained = space["again"], space["model"]
-    assert loaded.known_heads() == ("mood", "names")
+    assert loaded.known_heads() == ("mood",)
     assert trained.adapter_fingerprint("mood") != loaded.adapter_fingerprint("mood")
     assert trained.load_adapter(tmp_path / "mood", load_as="saved") == "saved"
     assert (tmp_path / "style" / "adapter_config.json").is_file()
+    assert space["added"].model.load_adapter(tmp_path / "added" / "default", load_as="b") == "b"

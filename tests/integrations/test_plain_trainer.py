@@ -1,4 +1,4 @@
-"""transformers' own `Trainer`: it trains adapters, and its checkpoints are whole models."""
+"""transformers' own `Trainer`: it trains adapters, and its checkpoints hold them alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from snapshots import of_adapter
 from torch import Tensor
 from transformers import (
     DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -23,6 +25,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 from words import SENTENCES, tokenizer
 
 from adapterzoo import AdapterTrainer, AutoAdapterModel
+from adapterzoo.errors import CheckpointError
 
 QUIET: dict[str, Any] = {
     "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
@@ -67,6 +70,11 @@ def named(family: str = "bert", dropout: float | None = None) -> Any:
 
 def bits(model: Any) -> dict[str, Tensor]:
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def files_in(folder: Path, pattern: str) -> list[str]:
+    found = (p for p in folder.rglob(pattern) if "checkpoint" not in str(p.relative_to(folder)))
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in found)
 
 
 def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> set[str]:
@@ -129,13 +137,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, table):
     trainer(whole, tmp_path / "whole", table, **chosen).train()
     trainer(named(dropout=0.1), tmp_path / "cut", table, callbacks=[Stop()], **chosen).train()
     resumed = named(dropout=0.1)
-    resumed.add_classification_head("task", overwrite_ok=True)  # other weights
-    resumed.train_adapter("task")
+    resumed.get_head("task").load_state_dict(  # other weights
+        {key: t + 1 for key, t in resumed.get_head("task").state_dict().items()}
+    )
     trainer(resumed, tmp_path / "cut", table, **chosen).train(resume_from_checkpoint=True)
     assert not differing(bits(whole), bits(resumed))
 
 
-def test_the_best_model_comes_back_and_reloads_with_all_that_it_had(tmp_path, table):
+def test_the_best_model_comes_back_and_its_adapters_load_alone(tmp_path, table):
     model = named()
     scores = iter([0.9, 0.1])
     seen = {}
@@ -154,12 +163,88 @@ def test_the_best_model_comes_back_and_reloads_with_all_that_it_had(tmp_path, ta
     assert differing(seen[1], seen[2])
     assert not differing(bits(model), seen[1])
     run.save_model()
-    again = AutoAdapterModel.from_pretrained(tmp_path)
+    assert files_in(tmp_path, "*.safetensors") == ["other/adapter", "task/adapter"]
+    assert files_in(tmp_path / "checkpoint-1", "*.safetensors") == ["other/adapter", "task/adapter"]
+    torch.manual_seed(0)
+    again = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name in ("other", "task"):
+        again.load_adapter(tmp_path / name, set_active=True)
     assert not differing(bits(model), bits(again))
     assert again.adapters_config == model.adapters_config
     assert again.known_heads() == ("other", "task")
     assert (repr(again.active_adapters), again.active_head) == ("Stack('task')", "task")
     assert again.config.id2label == {0: "sad", 1: "glad"}
+
+
+@pytest.mark.parametrize("trains", ["all", "a part"])
+def test_a_base_that_is_trained_is_in_the_checkpoint(tmp_path, table, trains):
+    """All of it makes a whole model, which loads by itself; of a part the rest is not saved."""
+    whole = named()
+    (whole if trains == "all" else whole.base_model.pooler).requires_grad_(True)
+    run = trainer(whole, tmp_path, table, max_steps=2, save_strategy="steps", save_steps=1)
+    run.train()
+    folder = tmp_path / "checkpoint-1"
+    files = ["model"] if trains == "all" else ["other/adapter", "task/adapter", "unfrozen"]
+    assert files_in(folder, "*.safetensors") == files
+    resumed = named()
+    (resumed if trains == "all" else resumed.base_model.pooler).requires_grad_(True)
+    again = trainer(resumed, tmp_path, table, max_steps=2, save_strategy="steps", save_steps=1)
+    again.train(resume_from_checkpoint=str(folder))
+    assert not differing(bits(whole), bits(resumed))
+    if trains == "all":
+        run.save_model(tmp_path / "end")
+        assert not differing(bits(whole), bits(AutoAdapterModel.from_pretrained(tmp_path / "end")))
+
+
+def test_a_checkpoint_of_another_adapter_changes_nothing(tmp_path, table):
+    trainer(named(), tmp_path, table, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = named()
+    other.add_adapter("task", "seq_bn[reduction_factor=4]", overwrite_ok=True)
+    other.train_adapter("task")
+    before = bits(other)
+    run = trainer(other, tmp_path, table, max_steps=2)
+    with pytest.raises(CheckpointError, match=r"checkpoint.*adapter 'task'"):
+        run.train(resume_from_checkpoint=True)
+    assert not differing(before, bits(other))
+
+
+def test_labels_are_those_of_the_active_head(tmp_path, table):
+    """The signature of the class has the labels of all heads."""
+    model = named()
+    model.add_qa_head("answers")
+    model.active_head = "answers"
+    assert trainer(model, tmp_path, table).label_names == ["start_positions", "end_positions"]
+    assert trainer(model, tmp_path, table, label_names=["mine"]).label_names == ["mine"]
+
+
+def test_a_trainer_of_text_to_text_does_so_too(tmp_path):
+    def seq2seq(model: Any, steps: int) -> Seq2SeqTrainer:
+        rows = [{"input_ids": [5, 6, 7, 1], "labels": [7 + i % 2, 6, 1]} for i in range(8)]
+        arguments = Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=2, predict_with_generate=True,
+            **{**QUIET, "save_strategy": "steps"},
+        )  # fmt: skip
+        return Seq2SeqTrainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows,
+            data_collator=lambda rows: {k: torch.tensor([r[k] for r in rows]) for k in rows[0]},
+        )  # fmt: skip
+
+    def writer() -> Any:
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("t5"))
+        model.add_adapter("titles", "seq_bn[reduction_factor=4]")
+        model.add_seq2seq_lm_head("titles")
+        model.train_adapter("titles")
+        return model
+
+    whole = seq2seq(writer(), 4)
+    assert whole.label_names == ["labels"]
+    whole.train()
+    assert files_in(tmp_path / "checkpoint-2", "*.safetensors") == ["titles/adapter"]
+    resumed = seq2seq(writer(), 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not differing(bits(whole.model), bits(resumed.model))
+    assert resumed.predict(resumed.eval_dataset, max_length=5).predictions.shape[0] == 8
 
 
 # --- datasets ---

@@ -24,10 +24,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from adapterzoo import hosts
 from adapterzoo.peft_arguments import PEFT_VERSION
 
-from . import hosts
 from .classes import NOT_MADE
+from .model import PeftMixedModel, PeftModel
+from .transformers_model import add_first, load_first
 
 _LOG = logging.getLogger(__name__)
 _OURS = "adapterzoo.peft"
@@ -60,7 +62,15 @@ def install() -> None:
     sys.meta_path.insert(0, _FINDER)
     for name in _FINDER.kept:
         importlib.import_module(name)
-    hosts.tell()
+    _tell()
+
+
+def _tell() -> None:
+    """Tell transformers that PEFT is there, and that it is this library."""
+    hosts.transformers_looks_again()
+    hosts.trainers_know_models(PeftModel=PeftModel, PeftMixedModel=PeftMixedModel)
+    hosts.transformers_takes_this_release(PEFT_VERSION)
+    hosts.transformers_adds_adapters(add_first, load_first)
 
 
 def _taken() -> dict[str, ModuleType]:

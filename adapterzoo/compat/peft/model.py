@@ -45,7 +45,7 @@ from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.conversion import Size
 from adapterzoo.model.hf import adapter_folders, owned
 from adapterzoo.model.hf.factory import blank
-from adapterzoo.model.hf.hosts import is_untrained
+from adapterzoo.model.hf.guards import is_untrained
 from adapterzoo.model.hf.info import ModelInfo, name_of
 from adapterzoo.model.hf.init_data import InitData, collected
 from adapterzoo.model.state import AdaptedModel, base_prefix, dtype_of, modules_of, parameters_of

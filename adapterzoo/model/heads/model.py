@@ -21,7 +21,6 @@ from adapterzoo.model.averaging import average_head
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoints
-from adapterzoo.model.hf.hosts import refuse_fused
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, named, store
@@ -356,16 +355,9 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Ignore what transformers derives from the class name; the heads decide."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last layer of the first active language modeling head, None without one.
-
-        Raises:
-            StateError: TRL's fused head would leave out other layers of the head.
-        """
+        """Return the last layer of the first active language modeling head, None without one."""
         head = self._language_modeling_head()
-        output = None if head is None else head.output_embeddings
-        if output is not None:
-            refuse_fused(self, output, head)
-        return output
+        return None if head is None else head.output_embeddings
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the last layer of the first active language modeling head.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,12 +13,13 @@ from adapterzoo.errors import CheckpointError, StateError, argument, in_python, 
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.peft.writing import head_for
 from adapterzoo.inject.adapted import set_class
+from adapterzoo.inject.building import plain_state
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.owned import disown
-from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
+from adapterzoo.model.hf.task_classes import is_task, on_meta, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
 from . import named, tables
@@ -59,6 +60,30 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
     del model._adapter_state, model._active
     set_class(model, plain)
     return model
+
+
+def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the plain model, by its keys; shared ones once, quantized ones packed.
+
+    Args:
+        model: with adapters, which are merged or do not act.
+
+    Raises:
+        CheckpointError: transformers has no class with the active head.
+        StateError: several heads are active.
+    """
+    tensors: Mapping[str, Tensor] = {}
+    prefix, inner = "", model
+    if model._has_named_heads:
+        _, name, tensors = head_to_keep(model, None)
+        cls: Any = model.backbone_class if name is None else task_class(name)
+        prefix, inner = base_prefix(on_meta(cls, model.config)), model._backbone
+    own = {f"{prefix}{k}": t for k, t in plain_state(inner).items() if isinstance(t, nn.Parameter)}
+    seen: set[int] = set()
+    for key, tensor in {**own, **tensors}.items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield key, tensor
 
 
 def head_to_keep(

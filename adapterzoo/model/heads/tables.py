@@ -47,7 +47,7 @@ from adapterzoo.model.activation import (
     replan,
 )
 from adapterzoo.model.adapters import init_values, install, uninstall
-from adapterzoo.model.hf.hosts import refuse_while_batching
+from adapterzoo.model.hf.guards import refuse_while_batching
 from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT

@@ -14,7 +14,7 @@ from transformers.integrations import peft as _peft
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from adapterzoo import formats, hub
+from adapterzoo import formats, hosts, hub
 from adapterzoo.errors import CheckpointError, HubError, in_python, listing
 
 P = ParamSpec("P")
@@ -29,20 +29,8 @@ class AdapterFolder(NamedTuple):
     base: formats.Base
 
 
-# with PEFT installed, a model that is loaded would get the adapter beside it, whatever is asked
 if Version(_installed) < Version("5.24"):
-    _module: Any = _peft
-    _search = _module.find_adapter_config_file
-
-    @functools.wraps(_search)
-    def _search_folder(model_id: Any, **options: Any) -> Any:
-        """Search for an adapter as transformers does; in a folder, look in `subfolder`, too."""
-        if options.get("subfolder") and Path(model_id).is_dir():
-            folder = Path(model_id, options.pop("subfolder"))
-            return _search(os.fspath(folder), **options) if folder.is_dir() else None
-        return _search(model_id, **options)
-
-    _module.find_adapter_config_file = _search_folder
+    hosts.transformers_looks_in_folders(_peft)
 
 
 def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:

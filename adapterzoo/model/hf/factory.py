@@ -36,7 +36,7 @@ from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
 from adapterzoo.model.state import base_prefix, config_of
 
-from . import adapter_folders, config_entry, hosts
+from . import adapter_folders, config_entry, guards
 from .config_entry import Interface, format_of, restore
 from .generation import GeneratesWithAdapters, counting
 from .task_classes import HeadTypes
@@ -357,7 +357,7 @@ def init(
             return model
         if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise StateError("not a module whose layers can change. Write init(nn.Module).")
-        if hosts.guard_of(model) is not None:
+        if guards.guard_of(model) is not None:
             raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
         if (wrapped := peft_layer(model)) is not None:
             raise StateError(f"PEFT has wrapped {wrapped!r}. Call unload() of the PeftModel first.")

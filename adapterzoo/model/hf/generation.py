@@ -19,7 +19,7 @@ from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.heads.named import check_generation
 from adapterzoo.model.state import anatomy_of
 
-from .hosts import refuse_names, refuse_other_than_default, watch
+from .guards import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:

@@ -1,15 +1,15 @@
-"""Code that runs a model: Trainer, TRL, gradient checkpointing and continuous batching."""
+"""Guards: refuse what would be wrong while others run a model or call a part of it."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
-from types import FrameType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.caches import values_kept
@@ -17,46 +17,23 @@ from adapterzoo.composition import Composition
 from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
-from adapterzoo.inject.adapted import Adapted
-from adapterzoo.inject.building import plain_state
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
-from adapterzoo.runtime import ActiveState
+
+# --- A running Trainer: its optimizer holds the tensors that it was made with ---
 
 
-def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -> None:
-    """Refuse what TRL's fused head would leave out.
-
-    It multiplies hidden states by the weight of `get_output_embeddings()`, and calls neither this
-    layer nor the head. Tested with TRL 1.16.
-
-    Args:
-        model: with adapters.
-        output: what `get_output_embeddings()` returns.
-        head: the named head that it belongs to.
-
-    Raises:
-        StateError: TRL asks for the layer, and the logits depend on more than its weight and bias.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _home(frame).startswith("adapterzoo."):
-        frame = frame.f_back
-    is_fused = frame is not None and frame.f_code.co_name == "_fused_forward"
-    if frame is None or not (is_fused and _home(frame).startswith("trl.")):
-        return
-    plan = model._active.plan
-    is_changed = isinstance(output, Adapted) and output._link.path in plan.sites
-    has_more = head is not None and (
-        plan.exit is not None or len(head.state_dict()) > len(plain_state(output))
-    )
-    if is_changed or has_more:
-        raise StateError(
-            "TRL reads the output matrix alone, without adapters there and other layers of the "
-            "head. Write AdapterTrainer(…), or add_causal_lm_head(…, layers=1)."
-        )
+# whether this thread changes the model for a moment
+_UNDONE: ContextVar[bool] = ContextVar("_UNDONE", default=False)
 
 
-def _home(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+@contextmanager
+def soon_undone() -> Iterator[None]:
+    """Return a context for a change that is undone before a running Trainer takes a step."""
+    token = _UNDONE.set(True)
+    try:
+        yield
+    finally:
+        _UNDONE.reset(token)
 
 
 def refuse_trained(model: Any, name: str, parameters: Iterable[nn.Parameter]) -> None:
@@ -65,7 +42,7 @@ def refuse_trained(model: Any, name: str, parameters: Iterable[nn.Parameter]) ->
     Raises:
         StateError: it holds parameters of the adapter, fusion or head of this name.
     """
-    held = _optimized(model)
+    held = None if _UNDONE.get() else _optimized(model)
     if held and any(id(p) in held for p in parameters):
         raise StateError(f"a running Trainer trains {name!r}. Write it after trainer.train().")
 
@@ -160,44 +137,7 @@ def take_guard(stack: nn.Module) -> None:
         del hooks[key], stack._forward_pre_hooks_with_kwargs[key]
 
 
-# --- Gradient checkpointing: blocks are recomputed in the backward pass ---
-
-
-def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block that the backward pass recomputes, with the adapters of this forward pass.
-
-    On CUDA the backward pass runs in threads of its own, which do not see an `AdapterSetup` of the
-    thread that ran the forward pass.
-
-    Args:
-        active: state of the model.
-        checkpoint: torch's function, with its options.
-        run: the block.
-        *args: its inputs.
-        **kwargs: the same, by name.
-
-    Returns:
-        The output of the block.
-    """
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) and torch.is_grad_enabled():
-        # a reentrant block gets no gradients if none of its inputs requires one, as above frozen
-        # layers; transformers handles this for token embeddings only
-        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-        if floats and not any(args[i].requires_grad for i in floats):
-            first = floats[0]
-            args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
-    resume = active.resumable()
-    if resume is None:
-        return checkpoint(run, *args, **kwargs)
-
-    def run_again(*inputs: Any, **named: Any) -> Any:
-        with resume():
-            return run(*inputs, **named)
-
-    return checkpoint(run_again, *args, **kwargs)
-
-
-# --- transformers' continuous batching: refuse uses with which its results would be wrong ---
+# --- transformers' continuous batching ---
 
 # managers → what was active when they were made
 _managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()

@@ -1,97 +1,33 @@
-"""What frameworks must be told, so that they run on the names of `adapterzoo.peft`.
-
-`install()` calls `tell`. Each function here is one fact about a framework, with its reason.
-"""
+"""`TransformersModel`: a model that got an adapter by a method of transformers."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations.peft import PeftAdapterMixin
 
 from adapterzoo import hub
 from adapterzoo.errors import ConfigError, FieldError, names_call
 from adapterzoo.model import AdapterModelMixin, training
 from adapterzoo.model.activation import refuse_taken
 from adapterzoo.model.hf.info import name_of
-from adapterzoo.peft_arguments import PEFT_VERSION
 
 from . import saving
 from .arguments import also_named, is_peft
 from .methods import DEFAULT
 from .model import (
     InjectedModel,
-    PeftMixedModel,
     PeftModel,
     as_peft,
     get_peft_model_state_dict,
     plain_on_error,
 )
-
-
-def tell() -> None:
-    """Tell the frameworks all of it; doing so twice is harmless."""
-    transformers_looks_again()
-    trainers_know_models()
-    transformers_takes_this_release()
-    transformers_adds_adapters()
-
-
-def transformers_looks_again() -> None:
-    """Let transformers look for PEFT: this library imports it, and it looks only once."""
-    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
-    import_utils.is_peft_available.cache_clear()
-    import_utils.is_peft_greater_or_equal.cache_clear()
-
-
-def trainers_know_models() -> None:
-    """Give `Trainer` the classes of models that it tests for; it may have imported PEFT's."""
-    for name in ("transformers.trainer_utils", "transformers.trainer"):
-        if name in sys.modules:
-            vars(sys.modules[name]).update(PeftModel=PeftModel, PeftMixedModel=PeftMixedModel)
-
-
-def transformers_takes_this_release() -> None:
-    """Let transformers' own methods run, which may ask for a release of PEFT that came later."""
-    module: Any = importlib.import_module("transformers.integrations.peft")
-    if Version(module.MIN_PEFT_VERSION) > Version(PEFT_VERSION):
-        module.MIN_PEFT_VERSION = PEFT_VERSION
-
-
-def transformers_adds_adapters() -> None:
-    """Let a plain model of transformers become a `TransformersModel` with its first adapter.
-
-    Its own methods wrap layers with functions of PEFT, and then read the state of the wrappers.
-    """
-    mixin: Any = PeftAdapterMixin
-    mixin.add_adapter, mixin.load_adapter = _add_first, _load_first
-
-
-def _add_first(self: PreTrainedModel, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """Add an adapter; the model has the methods of `TransformersModel` then."""
-    with plain_on_error(self):
-        as_peft(self, TransformersModel).add_adapter(adapter_config, adapter_name)
-
-
-def _load_first(
-    self: PreTrainedModel, peft_model_id: str | None = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Load an adapter; the model has the methods of `TransformersModel` then."""
-    slots = vars(self).get("_prepare_peft_hotswap_kwargs")
-    with plain_on_error(self):
-        made = as_peft(self, TransformersModel)
-        if slots is not None:
-            made.enable_peft_hotswap(**slots)
-        return made.load_adapter(peft_model_id, *args, **kwargs)
 
 
 class TransformersModel(InjectedModel):
@@ -229,6 +165,24 @@ class TransformersModel(InjectedModel):
         super().delete_adapter(adapter_name)
         if not cast("Any", self)._adapter_state.records:
             del self.peft_config
+
+
+def add_first(self: PreTrainedModel, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """Add an adapter; the model has the methods of `TransformersModel` then."""
+    with plain_on_error(self):
+        as_peft(self, TransformersModel).add_adapter(adapter_config, adapter_name)
+
+
+def load_first(
+    self: PreTrainedModel, peft_model_id: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Load an adapter; the model has the methods of `TransformersModel` then."""
+    slots = vars(self).get("_prepare_peft_hotswap_kwargs")
+    with plain_on_error(self):
+        made = as_peft(self, TransformersModel)
+        if slots is not None:
+            made.enable_peft_hotswap(**slots)
+        return made.load_adapter(peft_model_id, *args, **kwargs)
 
 
 def _nothing() -> Any:

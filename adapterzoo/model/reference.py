@@ -1,0 +1,135 @@
+"""`Reference`: a model as it was before training, over the same base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from adapterzoo.anatomy import without_wrappers
+from adapterzoo.errors import StateError
+from adapterzoo.formats import files, fit
+
+from .sharding import groups_of
+from .state import AdaptedModel, own_parameters_of
+
+FILE = "reference.safetensors"
+
+
+class Reference(nn.Module):
+    """The scores of a model as it was when this was made: copies of what is trained, and no more.
+
+    Parameters of adapters and heads that act, and any others that get gradients, are copied; each
+    call puts the copies in their places, without dropout.
+
+    Attributes:
+        policy: the model that is trained.
+    """
+
+    policy: Any
+
+    def __init__(self, policy: AdaptedModel, is_base: bool = False) -> None:
+        """Copy what is trained.
+
+        Args:
+            policy: the model that is trained.
+            is_base: whether the reference is the model without its adapters.
+        """
+        super().__init__()
+        # no part of this module, whose parameters would be those of the policy
+        vars(self)["policy"] = policy
+        self.is_base = is_base
+        module = cast("nn.Module", policy)
+        own = {id(p) for p in own_parameters_of(policy)}
+        copied = [] if is_base else [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in own
+        ]  # fmt: skip
+        copies = [nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in copied]
+        self.copies = nn.ParameterList(copies)
+        self._names = [without_wrappers(name) for name, _ in copied]
+        by_id = {id(p): copy for (_, p), copy in zip(copied, copies, strict=True)}
+        self._places = [
+            (part, name, by_id[id(p)])
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if id(p) in by_id
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the reference.
+
+        Args:
+            *args: of the policy.
+            **kwargs: the same.
+
+        Raises:
+            StateError: the copies cannot take the places of parameters that are sharded.
+        """
+        with self._acting():
+            return self.policy(*args, **kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Write the copies beside a checkpoint, unless there is none.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        if self._names:
+            copies = dict(zip(self._names, self.copies, strict=True))
+            files.write_tensors(folder / FILE, {}, copies)
+
+    def load(self, folder: Path) -> None:
+        """Fill the copies with those that `save` wrote, if it did.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            CheckpointError: they are those of another model; nothing has been filled.
+        """
+        if not (folder / FILE).is_file():
+            return
+        saved = files.tensors_in(folder, (FILE,))
+        copies = dict(zip(self._names, self.copies, strict=True))
+        fit.check_fit(type(self.policy).__name__, saved, copies, None)
+        for name, copy in copies.items():
+            copy.data.copy_(saved[name])
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        policy = self.policy
+        if not self.is_base and groups_of(policy):
+            raise StateError(
+                "the model is sharded, and a copy of its trained parameters is not. Write "
+                "ref_model=…, a model of its own."
+            )
+        trained = [module for module in policy.modules() if module.training]
+        before = [module._parameters[name] for module, name, _ in self._places]
+        try:
+            for module in trained:
+                module.training = False
+            for module, name, copy in self._places:
+                module._parameters[name] = copy
+            if self.is_base:
+                with policy.disable_adapter():
+                    yield
+            else:
+                yield
+        finally:
+            for (module, name, _), own in zip(self._places, before, strict=True):
+                module._parameters[name] = own
+            for module in trained:
+                module.training = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a member of the policy, such as its config."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["policy"], name)

@@ -1,0 +1,342 @@
+"""Each fact that hosts are told: what goes wrong in the plain host, which does not know it.
+
+A test here fails once a host no longer needs the fact; the tests of the trainers show that all is
+well with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import disable_progress_bars, enable_progress_bars
+from families import tiny_config
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.integrations import peft as mixin_of_peft
+from transformers.utils import import_utils
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import dpo_trainer, sft_trainer
+from trl_world import LORA, World, pairs, texts, words
+from trl_world import QUIET as OF_TRL
+from words import tokenizer
+
+import adapterzoo
+import adapterzoo.hosts
+import adapterzoo.peft as library
+from adapterzoo import AutoAdapterModel
+from adapterzoo.peft_arguments import PEFT_VERSION
+
+QUIET: dict[str, Any] = {
+    "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+    "logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4,
+}  # fmt: skip
+ROWS = [{"input_ids": [1, 5, 9], "labels": i % 2} for i in range(8)]
+
+
+@pytest.fixture(autouse=True)
+def quiet_progress():
+    disable_progress_bars()
+    yield
+    enable_progress_bars()
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Gives a host back what it had before it was told."""
+
+    def give_back(owner: Any, name: str) -> None:
+        monkeypatch.setattr(owner, name, vars(owner)[name]._untold)
+
+    return give_back
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def named() -> Any:
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name in ("a", "b"):
+        model.add_adapter(name, "lora[r=2]")
+    model.add_classification_head("task", num_labels=2)
+    model.train_adapter("a")
+    return model
+
+
+def trainer(model: Any, folder: Path, rows: Any = ROWS, collator: Any = None, **own: Any) -> Any:
+    arguments = TrainingArguments(str(folder), **{**QUIET, "max_steps": 2, **own})
+    return Trainer(model, arguments, collator, train_dataset=rows, eval_dataset=rows)
+
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+
+def test_every_fact_is_told_and_shown():
+    """Each function of the room that tells a host is named by a test of this file."""
+    room, here = (Path(f).read_text() for f in (adapterzoo.hosts.__file__, __file__))
+    facts = re.findall(r"^def ((?:trainer|trl|transformers|accelerator)s?_\w+)", room, re.M)
+    assert len(facts) == 17
+    shown = set(re.findall(r"# (\w+)$", here, re.M))
+    assert shown == {*facts}
+    # each says with which releases it was tested
+    for fact in facts:
+        assert "ested with" in getattr(adapterzoo.hosts, fact).__doc__, fact
+
+
+# --- transformers ---
+
+
+def test_trainer_takes_no_quantized_model_and_the_labels_of_all_heads(tmp_path, forget):
+    # trainer_starts
+    model = named()
+    model.add_qa_head("answers")
+    model.active_head = "answers"
+    told = trainer(model, tmp_path).label_names
+    forget(Trainer, "__init__")
+    assert trainer(model, tmp_path).label_names != told == ["start_positions", "end_positions"]
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="purely quantized"):
+        trainer(model, tmp_path)
+
+
+def test_collators_lose_texts(tmp_path, forget):
+    # trainer_keeps_texts
+    rows = [{**row, "adapter_names": "ab"[i % 2]} for i, row in enumerate(ROWS)]
+    padding = DataCollatorWithPadding(tokenizer())
+    made = [trainer(named(), tmp_path, rows, each) for each in (default_data_collator, padding)]
+    for each in made:
+        assert next(iter(each.get_train_dataloader()))["adapter_names"][0] in "ab"
+    forget(Trainer, "_get_dataloader")
+    assert "adapter_names" not in next(iter(made[0].get_train_dataloader()))
+    with pytest.raises(ValueError, match="tensor"):
+        next(iter(made[1].get_train_dataloader()))
+
+
+def test_a_checkpoint_would_be_the_whole_model(tmp_path, forget):
+    # trainer_saves_adapters
+    trainer(named(), tmp_path / "told", **SAVING).train()
+    assert not (tmp_path / "told" / "checkpoint-1" / "model.safetensors").exists()
+    forget(Trainer, "_save")
+    trainer(named(), tmp_path / "plain", **SAVING).train()
+    assert (tmp_path / "plain" / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_of_adapters_would_not_be_found(tmp_path, forget):
+    # trainer_resumes_adapters
+    trainer(named(), tmp_path, **SAVING).train()
+    forget(Trainer, "_load_from_checkpoint")
+    with pytest.raises(ValueError, match="valid checkpoint"):
+        trainer(named(), tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_the_best_adapters_would_not_be_loaded(tmp_path, forget):
+    # trainer_loads_the_best_adapters
+    forget(Trainer, "_load_best_model")
+    model = named()
+    best = trainer(
+        model, tmp_path, **SAVING, eval_strategy="steps", eval_steps=1, learning_rate=0.1,
+        load_best_model_at_end=True, metric_for_best_model="made_up", greater_is_better=True,
+    )  # fmt: skip
+    scores = iter([0.9, 0.1])
+    best.compute_metrics = lambda _: {"made_up": next(scores)}
+    best.train()
+    first = named()
+    first.load_adapter(Path(best.state.best_model_checkpoint, "a"), load_as="a", overwrite_ok=True)
+    own, kept = (dict(m.adapter_modules("a")) for m in (model, first))
+    same = [torch.equal(own[path].lora_B, module.lora_B) for path, module in kept.items()]
+    assert best.state.best_global_step == 1
+    assert not any(same)
+
+
+def test_accelerate_would_divide_the_loss_again(tmp_path):
+    # accelerator_divides_no_loss
+    plain = trainer(named(), tmp_path, gradient_accumulation_steps=3).accelerator
+    if plain.gradient_accumulation_steps == 1:
+        pytest.skip("this release of transformers tells accelerate itself")
+    adapterzoo.hosts.accelerator_divides_no_loss(plain)
+    assert plain.gradient_accumulation_steps == 1
+
+
+# --- transformers and PEFT ---
+
+
+@pytest.mark.needs("transformers<5.24", "mended there")
+def test_an_adapter_above_the_subfolder_would_be_found(world):
+    # transformers_looks_in_folders
+    adapter = world.trained()
+    (adapter / "model").mkdir()
+    search = mixin_of_peft.find_adapter_config_file
+    assert search(str(adapter), subfolder="model") is None
+    assert search.__wrapped__(str(adapter), subfolder="model") is not None
+
+
+def test_transformers_would_not_look_again(monkeypatch):
+    # transformers_looks_again
+    found = import_utils.is_peft_available()
+    monkeypatch.setattr(import_utils, "_is_package_available", lambda *_, **__: (not found, "1"))
+    assert import_utils.is_peft_available() == found
+    adapterzoo.hosts.transformers_looks_again()
+    assert import_utils.is_peft_available() != found
+    monkeypatch.undo()
+    adapterzoo.hosts.transformers_looks_again()
+    assert import_utils.is_peft_available() == found
+
+
+def test_trainer_would_know_the_models_of_peft_alone(world, monkeypatch):
+    # trainers_know_models
+    models = importlib.import_module("transformers.trainer_utils")
+    for module in (models, transformers.trainer):
+        for name in ("PeftModel", "PeftMixedModel"):
+            monkeypatch.setattr(module, name, getattr(peft, name), raising=False)
+    model = library.get_peft_model(world.plain(), library.LoraConfig(**LORA))
+    assert not models._is_peft_model(model)
+    adapterzoo.hosts.trainers_know_models(
+        PeftModel=library.PeftModel, PeftMixedModel=library.PeftMixedModel
+    )
+    assert models._is_peft_model(model)
+
+
+def test_transformers_would_ask_for_a_later_release(monkeypatch):
+    # transformers_takes_this_release
+    monkeypatch.setattr(mixin_of_peft, "MIN_PEFT_VERSION", "99.0")
+    adapterzoo.hosts.transformers_takes_this_release(PEFT_VERSION)
+    assert mixin_of_peft.MIN_PEFT_VERSION == PEFT_VERSION
+
+
+@pytest.mark.needs("peft>=0.18", "transformers asks for it")
+def test_transformers_would_wrap_layers(world, monkeypatch):
+    # transformers_adds_adapters
+    monkeypatch.setattr(mixin_of_peft, "MIN_PEFT_VERSION", peft.__version__)
+    for name in ("add_adapter", "load_adapter"):
+        # put back after the test
+        monkeypatch.setattr(
+            mixin_of_peft.PeftAdapterMixin, name, getattr(mixin_of_peft.PeftAdapterMixin, name)
+        )
+    wrapped = world.plain()
+    wrapped.add_adapter(peft.LoraConfig(**LORA))
+    assert any(isinstance(module, BaseTunerLayer) for module in wrapped.modules())
+    from adapterzoo.compat.peft.transformers_model import add_first, load_first
+
+    adapterzoo.hosts.transformers_adds_adapters(add_first, load_first)
+    mine = world.plain()
+    mine.add_adapter(library.LoraConfig(**LORA))
+    assert isinstance(mine, adapterzoo.AdapterModelMixin)
+    assert not any(isinstance(module, BaseTunerLayer) for module in mine.modules())
+
+
+# --- TRL ---
+
+
+def supervised(model: Any, folder: Path, **more: Any) -> Any:
+    return SFTTrainer(
+        model, args=SFTConfig(str(folder), **OF_TRL), train_dataset=texts(),
+        processing_class=words(), **more,
+    )  # fmt: skip
+
+
+def preferred(model: Any, folder: Path) -> Any:
+    return DPOTrainer(
+        model, args=DPOConfig(str(folder), **OF_TRL), train_dataset=pairs(),
+        processing_class=words(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [lambda: library.LoraConfig(**LORA), lambda: "lora[r=4]"])
+def test_trl_would_refuse_configs(world, forget, config):
+    # trl_knows_configs
+    forget(sft_trainer, "PeftConfig")
+    with pytest.raises(TypeError, match="PeftConfig"):
+        supervised(world.plain(), world.folder, peft_config=config())
+
+
+def test_peft_would_add_the_adapter(world, forget):
+    # trl_adds_adapters
+    forget(sft_trainer, "get_peft_model")
+    with pytest.raises((AttributeError, KeyError, TypeError)):
+        supervised(world.plain(), world.folder, peft_config="lora[r=4]")
+    try:
+        made = supervised(world.plain(), world.folder, peft_config=library.LoraConfig(**LORA)).model
+    except (AttributeError, KeyError, TypeError):
+        return
+    assert not isinstance(made, adapterzoo.AdapterModelMixin)
+
+
+def test_trl_would_load_a_second_base_and_compare_with_it(world, forget, monkeypatch):
+    # trl_has_a_reference
+    model = world.named(world.trained())
+    forget(dpo_trainer, "create_model_from_path")
+    made = preferred(model, world.folder)
+    assert isinstance(made.ref_model, PreTrainedModel)
+    assert made.ref_model is not model
+    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
+    with torch.no_grad():
+        assert not torch.allclose(made.ref_model(**batch).logits, model(**batch).logits)
+
+
+def test_trl_would_leave_out_layers_of_the_head(world, forget):
+    # trl_leaves_out_no_layer
+    forget(sft_trainer, "add_fused_lm_head")
+    model = world.with_heads(world.trained())
+    model.add_causal_lm_head("style", layers=2)
+    model.train_adapter("style")
+    before = {key: t.clone() for key, t in model.get_head("style").state_dict().items()}
+    supervised(model, world.folder).train()
+    now = model.get_head("style").state_dict()
+    assert any(torch.equal(now[key], t) for key, t in before.items()), "each layer is trained"
+
+
+def test_trl_would_round_the_magnitudes_of_dora(world, forget):
+    # trl_rounds_as_modules_do
+    pytest.importorskip("bitsandbytes")
+    forget(SFTTrainer, "__init__")
+    model = adapterzoo.init(
+        AutoModelForCausalLM.from_pretrained(
+            world.base, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+        )
+    )
+    model.add_adapter("style", "dora[r=4]")
+    model.train_adapter("style")
+    supervised(model, world.folder)
+    own = {p.dtype for name, p in model.named_parameters() if name.endswith(".style.m")}
+    assert own == {torch.bfloat16}
+
+
+def test_trl_would_send_the_weights_of_adapters_to_vllm(world, forget):
+    # trl_sends_merged_weights
+    model = world.named(world.trained())
+    run = supervised(model, world.folder)
+    engine = VLLMGeneration.__new__(VLLMGeneration)
+    engine.model, engine.accelerator = model, run.accelerator
+    engine._dist = importlib.import_module("trl.distributed").DistributedBackend(run.accelerator)
+    merged = {name: tensor.clone() for name, tensor in engine._iter_named_params()}
+    forget(VLLMGeneration, "_iter_named_params")
+    sent = dict(engine._iter_named_params())
+    assert any(".style." in name for name in sent)
+    assert not any(".style." in name for name in merged)
+    changed = [name for name, tensor in merged.items() if not torch.equal(sent[name], tensor)]
+    assert changed
+
+
+def test_other_models_are_left_to_the_hosts(world):
+    run = supervised(world.plain(), world.folder)
+    run.train()
+    run.save_model(str(world.folder / "end"))
+    assert (world.folder / "end" / "model.safetensors").is_file()
