@@ -216,7 +216,7 @@ def fitting(
         CheckpointError: the checkpoint does not fit the model.
         ConfigError: an argument is not legal.
     """
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     info = ModelInfo(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = name_in(asked.load_as, stored, hub_name or path)
@@ -375,7 +375,7 @@ def read_head(
     model: AdaptedModel, folder: StrPath, asked: LoadOptions
 ) -> tuple[str, Callable[[], None]]:
     """Read what `load_head` loads and check it; return its name and what enters it."""
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else named.active_name(model)

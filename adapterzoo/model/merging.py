@@ -24,12 +24,14 @@ from adapterzoo.inject.layers import (
     mergeable,
     write_finite,
 )
+from adapterzoo.inject.parallel import whole
+from adapterzoo.tensor_parallel import whole_tensor
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan, set_active
 from .heads import copies, plain
 from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
-from .sharding import refuse_if_sharded
+from .sharding import refuse_if_fixed, refuse_if_sharded
 from .state import AdaptedModel, layer_in, modules_of, parameters_of
 
 # --- merge and reset ---
@@ -47,7 +49,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         StateError: they cannot be merged; nothing has changed.
     """
     state = model._adapter_state
-    refuse_if_sharded(model, "Merge before fully_shard(model).")
+    refuse_if_fixed(model, "Merge before fully_shard(model).")
     refuse_while_batching(model)
     for name in added:
         state.find(name)
@@ -103,7 +105,7 @@ def reset(model: AdaptedModel) -> None:
     """Restore the base weights bit for bit; the adapters that were merged act as before."""
     state = model._adapter_state
     if state.merged:
-        refuse_if_sharded(model, "Load the base model and the adapters again.")
+        refuse_if_fixed(model, "Load the base model and the adapters again.")
         refuse_while_batching(model)
     for name in state.merged:
         refuse_overridden(model, name)
@@ -285,8 +287,8 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     """
     layer = layer_in(model, path)
     there = adapters_of(layer)
-    adapters = [there[name] for name in names if name in there]
-    kept = model._adapter_state.originals[path]
+    adapters = [whole(there[name]) for name in names if name in there]
+    kept = {n: whole_tensor(t) for n, t in model._adapter_state.originals[path].items()}
     # the model may have been moved after copying
     own = {name: t.to(cast("Tensor", layer._parameters[name]).device) for name, t in kept.items()}
     bias = own.get("bias")
