@@ -412,8 +412,15 @@ def write(
     if kind != "adapter_fusion":
         refuse_sharded(model, format)
     adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
-    whole = dataclasses.replace(stored, adapter=adapter, head=head)
-    sharding.in_first_process(model, lambda: formats.write(Path(folder), whole, kind, format, info))
+    whole, contents = dataclasses.replace(stored, adapter=adapter, head=head), None
+    if sharding.split_over(model) is not None:
+        # a format may read weights of the base model, which all processes gather
+        contents = formats.encoded(whole, kind, format, info)
+
+    def put() -> None:
+        formats.write(Path(folder), whole, kind, format, info, contents)
+
+    sharding.in_first_process(model, put)
 
 
 def refuse_sharded(model: AdaptedModel, format: str) -> None:
@@ -424,7 +431,7 @@ def refuse_sharded(model: AdaptedModel, format: str) -> None:
     """
     if format != "native":
         # for adapters and heads these formats read weights of the base model, in one process
-        sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
+        sharding.refuse_if_fixed(model, f"Write {argument('format', 'native')}.")
 
 
 def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
@@ -492,7 +499,8 @@ def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     kept = stored.metadata.get(BASE)
     if not isinstance(kept, Mapping):
         return
-    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+    own = base_weights(model, lambda dims: [key for key in dims if key in kept])
+    if fit.is_other_base(kept, sharding.gathered(own)):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
             "load_adapter: the adapter %r was trained on other weights of the base model%s than "

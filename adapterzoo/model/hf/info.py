@@ -25,6 +25,7 @@ from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.sharding import class_name
+from adapterzoo.tensor_parallel import is_part, whole_tensor
 from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
 
 from .backbone import describe
@@ -77,6 +78,7 @@ class ModelInfo:
             with_head: whether the user wants the head too.
         """
         self._model = model
+        self._gathered: dict[Tensor, Tensor] = {}
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
         self.model_type: str = config_of(model).model_type
@@ -114,7 +116,9 @@ class ModelInfo:
         return frozenset(output_tensors(self._model))
 
     def tensor(self, key: str) -> Tensor | None:
-        """Return a parameter or buffer, without merged adapters; None if there is none.
+        """Return a parameter or buffer, whole, without merged adapters; None if there is none.
+
+        A collective call if a `tp_plan` has split the model.
 
         Args:
             key: as in the state dict of the whole model.
@@ -124,13 +128,22 @@ class ModelInfo:
         start = base_prefix(self._model)
         layer = path.removeprefix(start) if path.startswith(start) else f"{HEAD}{path}"
         if name in merged.get(layer, {}):
-            return cast("Tensor", merged[layer][name])
+            return self._whole(merged[layer][name])
         try:
             module = layer_at(self._model, path)
         except KeyError:
             return None
         found = module._parameters.get(name)
-        return module._buffers.get(name) if found is None else found
+        found = module._buffers.get(name) if found is None else found
+        return None if found is None else self._whole(found)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        # one object for one tensor: formats compare objects to find tied weights
+        if is_part(tensor):
+            if tensor not in self._gathered:
+                self._gathered[tensor] = whole_tensor(tensor)
+            return self._gathered[tensor]
+        return tensor
 
     def adapter_config(self, name: str) -> AdapterConfig:
         """Return the config of an adapter of the model.
