@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -38,6 +39,7 @@ from .layers import (
 from .parallel import (
     ParallelCall,
     ParallelLayer,
+    keep_part,
     parallel_forward,
     return_forward,
     split_of,
@@ -384,6 +386,28 @@ def discard(layer: Adapted) -> None:
     del layer._link
     set_class(layer, layer._plain)
     return_forward(layer)
+
+
+@contextmanager
+def split_later(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model be plain in the block, which splits them over processes.
+
+    Args:
+        model: with adapters, which keep their parts after the block.
+    """
+    every = [m for m in model.modules() if isinstance(m, Adapted)]
+    swapped = [(layer, layer._plain, layer._read, layer._kind, layer._shown) for layer in every]
+    for layer, plain, *_ in swapped:
+        set_class(layer, plain)
+    try:
+        yield
+    finally:
+        for layer, *facts in swapped:
+            split = split_of(layer)
+            cast("Any", layer)._link.split = split if isinstance(split, Split) else None
+            set_class(layer, _adapted_class(*cast("Any", facts), take_forward(layer)))
+            for adapter in adapters_of(layer).values():
+                keep_part(layer, adapter)
 
 
 def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:

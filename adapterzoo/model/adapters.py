@@ -19,7 +19,8 @@ from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
 from adapterzoo.inject.building import at_hand, build, build_shared, device_of, inject_path
-from adapterzoo.inject.parallel import keep_part
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
+from adapterzoo.inject.parallel import check_split, keep_part
 from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name
@@ -237,6 +238,20 @@ def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
         record, config=made.config, places=places
     )
     replan(model)
+
+
+def check_splits(model: AdaptedModel) -> None:
+    """Check that the adapters of a model can act where its layers have been split.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for name, record in model._adapter_state.records.items():
+        for path, module in modules_of(model, name):
+            parts = [m for m in module.modules() if isinstance(m, Adapter)] if path else []
+            own = [m for m in parts if not isinstance(m, (FusedAdapters, ExpertAdapters))]
+            for placement, adapter in zip(record.places[path], own, strict=False):
+                check_split(layer_in(model, path), placement.site, placement.config, adapter)
 
 
 # --- make, install, remove ---

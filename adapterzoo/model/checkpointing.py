@@ -411,8 +411,7 @@ def write(
     info = ModelInfo(model)
     if kind != "adapter_fusion":
         refuse_sharded(model, format)
-    adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
-    whole, contents = dataclasses.replace(stored, adapter=adapter, head=head), None
+    whole, contents = sharding.whole(stored), None
     if sharding.split_over(model) is not None:
         # a format may read weights of the base model, which all processes gather
         contents = formats.encoded(whole, kind, format, info)

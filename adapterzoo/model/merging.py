@@ -190,7 +190,9 @@ def _stacked(asked: object) -> tuple[str, ...]:
 
 
 def _refuse_unloading(model: AdaptedModel) -> None:
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    # with named heads it is a copy, which the functions of a split model do not allow
+    refuse = refuse_if_sharded if model._has_named_heads else refuse_if_fixed
+    refuse(model, "Write it before fully_shard(model).")
     for name in model._adapter_state.records:
         refuse_trained(model, name, parameters_of(model, name))
     for plan in model._active.overrides:

@@ -19,6 +19,7 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
+from adapterzoo.inject.adapted import split_later
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -1390,6 +1391,14 @@ class AdapterModelMixin:
         # a default, since at the end of the process modules lose their globals
         if not ends() and owned.keep_alive(cast("Any", self)):
             activation.register(self)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split the layers of a model over processes as transformers does, and its adapters."""
+        with split_later(model):
+            done = cast("Any", super()).maybe_distribute_model(model, *args, **kwargs)
+            adapters.check_splits(model)
+        return done
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
