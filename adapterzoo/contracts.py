@@ -347,7 +347,7 @@ class Adapter(Contained, ABC):
         splits: the sides of its layer, "in" and "out", that tensor parallelism may split: `forward`
             needs no more than this process's part of them, with `base.split` for what processes
             have to sum.
-        sides: name of each tensor with a dimension that counts features of the layer → the side of
+        split_dims: name of each tensor with a dimension that counts features of the layer → the side of
             each of its dimensions, "" for another one.
     """
 
@@ -357,7 +357,7 @@ class Adapter(Contained, ABC):
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     splits: frozenset[str] = frozenset()
-    sides: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     reads_call: bool = False
     reads_prompt: bool = False
     shared_key: SharedKey | None = None

@@ -58,7 +58,7 @@ class Split:
 
     def summed(self, t: Tensor) -> Tensor:
         """Return a product over the input features: in a row-parallel layer, the sum of all."""
-        return cast("Tensor", _Sum.apply(t, self.mesh.get_group())) if self.inputs else t
+        return _apply(_Sum, t, self.mesh) if self.inputs else t
 
     def spread(self, t: Tensor) -> Tensor:
         """Return what each output feature reads: in a column-parallel layer its gradient is summed.
@@ -66,13 +66,17 @@ class Split:
         Args:
             t: equal in all processes.
         """
-        return cast("Tensor", _Spread.apply(t, self.mesh.get_group())) if self.outputs else t
+        return _apply(_Spread, t, self.mesh) if self.outputs else t
 
     def part(self, t: Tensor, dim: int) -> Tensor:
         """Return this process's part of a whole tensor along a dimension, as `Shard` has it."""
         parts = t.chunk(self.size, dim)
         mine = self.mesh.get_local_rank()
         return parts[mine] if mine < len(parts) else t.narrow(dim, 0, 0)
+
+
+def _apply(function: Any, t: Tensor, mesh: Any) -> Tensor:
+    return cast("Tensor", function.apply(t, mesh.get_group()))
 
 
 class _Sum(torch.autograd.Function):

@@ -33,7 +33,7 @@ from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
-from .model.sharding import class_name
+from .model.sharding import class_name, split_over
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -337,10 +337,13 @@ class AdapterTrainer(Trainer):
     # --- checkpoints ---
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if not self.args.should_save:
+        # the tensors of a split model are gathered in all processes
+        if not self.args.should_save and split_over(self._adapted) is None:
             return
         folder = Path(output_dir or cast("str", self.args.output_dir))
         save_trained(self._adapted, folder)
+        if not self.args.should_save:
+            return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(folder))

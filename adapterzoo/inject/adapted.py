@@ -396,16 +396,16 @@ def split_later(model: nn.Module) -> Iterator[None]:
         model: with adapters, which keep their parts after the block.
     """
     every = [m for m in model.modules() if isinstance(m, Adapted)]
-    swapped = [(layer, layer._plain, layer._read, layer._kind, layer._shown) for layer in every]
-    for layer, plain, *_ in swapped:
-        set_class(layer, plain)
+    facts = [(layer._plain, layer._read, layer._kind, layer._shown) for layer in every]
+    for layer in every:
+        set_class(layer, layer._plain)
     try:
         yield
     finally:
-        for layer, *facts in swapped:
+        for layer, own in zip(every, facts, strict=True):
             split = split_of(layer)
-            cast("Any", layer)._link.split = split if isinstance(split, Split) else None
-            set_class(layer, _adapted_class(*cast("Any", facts), take_forward(layer)))
+            layer._link.split = split if isinstance(split, Split) else None
+            set_class(layer, _adapted_class(*own, take_forward(layer)))
             for adapter in adapters_of(layer).values():
                 keep_part(layer, adapter)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, Prefix
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.tensor_parallel import Split, is_part, whole_tensor
 
 from .layers import FusedAdapters, LayerCall, as_matrix, own
@@ -207,6 +207,34 @@ class ParallelCall(LayerCall):
         return cast("Tensor", part.full_tensor() if self.split is None else part.to_local())
 
 
+def split_output(layer: nn.Module) -> None:
+    """Let an output layer compute with a table of tokens that is split over processes.
+
+    Args:
+        layer: of a head; its weight is that of the table, and its bias a parameter of its own.
+
+    Raises:
+        StateError: the table is split by features, not by tokens.
+    """
+    weight: Any = layer._parameters.get("weight")
+    if not is_part(weight) or parallel_forward(layer) is not None:
+        return
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    if weight.placements != (Shard(0),):
+        raise StateError(
+            "tensor parallelism splits the features of the model's table of tokens, which a head "
+            "cannot share. Load the model without tp_plan."
+        )
+    bias = layer._parameters.get("bias")
+    if bias is not None and not is_part(bias):
+        mesh = weight.device_mesh
+        value: Any = distribute_tensor(bias.detach(), mesh, [Shard(0)], src_data_rank=None)
+        layer._parameters["bias"] = nn.Parameter(value, bias.requires_grad)
+    ALL_PARALLEL_STYLES["colwise_gather_output"].install_forward(layer, weight.device_mesh)
+
+
 # --- the adapters ---
 
 
@@ -234,9 +262,10 @@ class _PartOfPrefix(_Part, AttentionAdapter):
 
 
 def _local(module: Any, name: str) -> Tensor:
-    own: Any = module._parameters.get(name)
-    part = module._buffers[name] if own is None else own
-    return cast("Tensor", part.to_local())
+    parameter: Any = module._parameters.get(name)
+    part = module._buffers[name] if parameter is None else parameter
+    # what fills a model that is being loaded looks for the DTensor
+    return cast("Tensor", part if part.is_meta else part.to_local())
 
 
 @functools.cache
@@ -247,7 +276,7 @@ def _class_of_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
         cls: of the module.
         names: of its own tensors, which are DTensors.
     """
-    kind = _Part
+    kind: type[_Part] = _Part
     if issubclass(cls, Adapter):
         kind = _PartOfPrefix if issubclass(cls, AttentionAdapter) else _PartOfAdapter
     members: dict[str, Any] = {
@@ -274,7 +303,7 @@ def keep_part(layer: nn.Module, adapter: nn.Module) -> None:
 
 
 def _mark(module: nn.Module, split: Split, names: Iterable[str]) -> None:
-    module.__class__ = _class_of_part(type(module), tuple(names))
+    module.__class__ = _class_of_part(cast("Any", type(module)), tuple(names))
     cast("Any", module)._split = split
 
 
@@ -288,26 +317,25 @@ def _cut(adapter: nn.Module, split: Split) -> None:
             adapter.slices = _slices(adapter.slices, lambda groups: groups // split.size)
         _mark(adapter, split, ())
         return
-    sides: Mapping[str, tuple[str, ...]] = cast("Adapter", adapter).sides
+    sides: Mapping[str, tuple[str, ...]] = cast("Adapter", adapter).split_dims
     if not sides:
         return
     for path, module in [*adapter.named_modules()]:
-        held = (module._parameters, module._buffers)
-        for own in held:
-            for name, tensor in own.items():
-                if tensor is None:
-                    continue
-                dims = sides.get(f"{path}.{name}" if path else name, ())
-                cut = next((i for i, side in enumerate(dims) if side in split.sides), None)
-                place = Replicate() if cut is None else Shard(cut)
-                value: Any = distribute_tensor(
-                    tensor.detach(), split.mesh, [place], src_data_rank=None
-                )
-                trained = tensor.requires_grad
-                own[name] = nn.Parameter(value, trained) if own is held[0] else value
-        names = [n for own in held for n, tensor in own.items() if tensor is not None]
-        if names or module is adapter:
-            _mark(module, split, names)
+        tensors: dict[str, Tensor] = {
+            name: t for name, t in (*module._parameters.items(), *module._buffers.items())
+            if t is not None
+        }  # fmt: skip
+        for name, tensor in tensors.items():
+            dims = sides.get(f"{path}.{name}" if path else name, ())
+            cut = next((i for i, side in enumerate(dims) if side in split.sides), None)
+            place = Replicate() if cut is None else Shard(cut)
+            value: Any = distribute_tensor(tensor.detach(), split.mesh, [place], src_data_rank=None)
+            if name in module._parameters:
+                module._parameters[name] = nn.Parameter(value, tensor.requires_grad)
+            else:
+                module._buffers[name] = value
+        if tensors or module is adapter:
+            _mark(module, split, tensors)
 
 
 def _slices(slices: Mapping[str, OutputSlice | None], count: Any) -> dict[str, OutputSlice | None]:
@@ -339,7 +367,7 @@ def whole(adapter: _M) -> _M:
     made = copy.deepcopy(adapter, memo)
     for module in made.modules():
         if isinstance(module, _Part):
-            module.__class__ = module._whole
+            cast("Any", module).__class__ = module._whole
             if isinstance(module, FusedAdapters) and module._split.outputs:
                 size = cast("Any", module)._split.size
                 module.slices = _slices(module.slices, lambda groups, n=size: groups * n)

@@ -168,7 +168,7 @@ class IA3(WeightAdapter):
         dtype = dtype_named(config.dtype, dtype)
         self.ia3_l = drawn((*site.lead, width), fresh, device, dtype)
         self.alpha, self.groups = config.alpha, site.groups
-        self.sides = {"ia3_l": ("in" if self.scales_input else "out",)}
+        self.split_dims = {"ia3_l": ("in" if self.scales_input else "out",)}
 
     def scale(self, dtype: torch.dtype) -> Tensor:
         """Return ℓ · alpha in a dtype, `[*experts, width]`."""

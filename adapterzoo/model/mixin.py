@@ -40,7 +40,7 @@ from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
 from .heads import copies, tables
-from .heads.named import HeadNames
+from .heads.named import HeadNames, split_tied
 from .hf import config_entry, hosts, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
@@ -1411,6 +1411,8 @@ class AdapterModelMixin:
         """Activate embeddings, and complete the rows of adapters, when all have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         tables.after_loading(model)
+        for head in heads_of(model).values():
+            split_tied(head)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

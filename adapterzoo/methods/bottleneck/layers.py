@@ -277,7 +277,6 @@ class NormBottleneck(BottleneckLayer):
 class PlacedBottleneck(BottleneckLayer):
     """R in the place of h, with h, inp, n and R of `places`."""
 
-
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters, and keep the place."""
         super().__init__(config, site, device, dtype)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -240,7 +241,7 @@ class DoRA(Magnitudes, LowRank):
 
     adapts_convolutions = True
     splits = frozenset({"in", "out"})
-    sides = {**SIDES, "m": ("out",)}
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType({**SIDES, "m": ("out",)})
 
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return A and B."""

@@ -224,7 +224,7 @@ def _at_all(
 # the scaling multiplies each of them once
 _SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
-SIDES: Mapping[str, tuple[str, ...]] = {"lora_A": ("", "in"), "lora_B": ("out", "")}
+SIDES: dict[str, tuple[str, ...]] = {"lora_A": ("", "in"), "lora_B": ("out", "")}
 """The sides of the layer on which the dimensions of the factors stand."""
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -316,12 +317,11 @@ class LoRA(LowRank):
     is_additive = True
     adapts_convolutions = True
     splits = frozenset({"in", "out"})
-    sides = {
-        **SIDES,
-        **{f"start.{name}": dims for name, dims in SIDES.items()},
-        "lora_B_bias": ("out",),
-        "gate.weight": ("", "in"),
-    }
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType(
+        SIDES
+        | {f"start.{name}": dims for name, dims in SIDES.items()}
+        | {"lora_B_bias": ("out",), "gate.weight": ("", "in")}
+    )
 
     def __init__(
         self, config: LoRAConfig, site: Site, device: torch.device, dtype: torch.dtype

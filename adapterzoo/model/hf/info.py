@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -25,8 +25,8 @@ from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.sharding import class_name
-from adapterzoo.tensor_parallel import is_part, whole_tensor
 from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
+from adapterzoo.tensor_parallel import is_part, whole_tensor
 
 from .backbone import describe
 from .task_classes import (
@@ -128,16 +128,16 @@ class ModelInfo:
         start = base_prefix(self._model)
         layer = path.removeprefix(start) if path.startswith(start) else f"{HEAD}{path}"
         if name in merged.get(layer, {}):
-            return self._whole(merged[layer][name])
+            return self._gathering(merged[layer][name])
         try:
             module = layer_at(self._model, path)
         except KeyError:
             return None
-        found = module._parameters.get(name)
-        found = module._buffers.get(name) if found is None else found
-        return None if found is None else self._whole(found)
+        own: Tensor | None = module._parameters.get(name)
+        found = module._buffers.get(name) if own is None else own
+        return None if found is None else self._gathering(found)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _gathering(self, tensor: Tensor) -> Tensor:
         # one object for one tensor: formats compare objects to find tied weights
         if is_part(tensor):
             if tensor not in self._gathered:
