@@ -347,8 +347,8 @@ class Adapter(Contained, ABC):
         splits: the sides of its layer, "in" and "out", that tensor parallelism may split: `forward`
             needs no more than this process's part of them, with `base.split` for what processes
             have to sum.
-        split_dims: name of each tensor with a dimension that counts features of the layer → the side of
-            each of its dimensions, "" for another one.
+        split_dims: name of each tensor that counts features of the layer → the side that each of
+            its dimensions counts, "" for another one.
     """
 
     acts_on: ClassVar[str] = "output"

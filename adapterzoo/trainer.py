@@ -33,7 +33,7 @@ from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
-from .model.sharding import class_name, split_over
+from .model.sharding import class_name, gathered, in_first_process, split_over
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -475,9 +475,9 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
         checkpointing.save_head(model, folder / own, name)
     for name, record in state.fusions.items():
         fusion.save(model, folder / name, Fuse(*record.adapters, name=name))
-    if tensors := unfrozen(model):
+    if tensors := gathered(unfrozen(model)):
         document = {"format": native.FORMAT, "version": native.VERSION}
-        files.write_tensors(folder / UNFROZEN, document, tensors)
+        in_first_process(model, lambda: files.write_tensors(folder / UNFROZEN, document, tensors))
 
 
 def restore_trained(model: AdaptedModel, folder: Path) -> None:
