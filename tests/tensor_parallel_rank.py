@@ -203,7 +203,7 @@ def what_cannot_be_split_is_refused(folder):
 def cells(folder):
     """For each method, what a split model makes of it: the table of docs/distributed.md."""
     seen = []
-    for name in sorted(config_strings):
+    for name in config_strings:
         if name == "union":
             continue
         text = "miss[r=16]" if name == "miss" else name
@@ -212,16 +212,16 @@ def cells(folder):
             continue
         seen.append(config)
         outcomes = dict.fromkeys(("column", "row", "elsewhere"), "–")
-        if "target_modules" in config.to_dict():
+        model = model_of(folder, False)
+        sites = [p.site for each in config.members for p in each.placements(model.anatomy)]
+        if {site.kind for site in sites} == {"linear"}:
             for side, layer in (("column", "query_key_value"), ("row", "dense_4h_to_h")):
                 own = config.replace(target_modules=(layer,))
                 outcomes[side] = outcome(folder, own)
         else:
             told = outcome(folder, config)
-            model = model_of(folder, False)
-            model.add_adapter("a", config)
-            for path, _ in model.adapter_modules("a"):
-                side = LAYERS["gpt_neox"].get(path.rpartition(".")[2], "elsewhere")
+            for site in sites:
+                side = LAYERS["gpt_neox"].get(site.path.rpartition(".")[2], "elsewhere")
                 outcomes[side] = told
         yield " | ".join((name, *outcomes.values()))
 

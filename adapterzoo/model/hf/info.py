@@ -24,7 +24,7 @@ from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
-from adapterzoo.model.sharding import class_name
+from adapterzoo.model.sharding import class_name, split_over
 from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
 from adapterzoo.tensor_parallel import is_part, whole_tensor
 
@@ -78,6 +78,7 @@ class ModelInfo:
             with_head: whether the user wants the head too.
         """
         self._model = model
+        self._is_split = split_over(model) is not None
         self._gathered: dict[Tensor, Tensor] = {}
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
@@ -139,7 +140,7 @@ class ModelInfo:
 
     def _gathering(self, tensor: Tensor) -> Tensor:
         # one object for one tensor: formats compare objects to find tied weights
-        if is_part(tensor):
+        if self._is_split and is_part(tensor):
             if tensor not in self._gathered:
                 self._gathered[tensor] = whole_tensor(tensor)
             return self._gathered[tensor]
