@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -261,7 +262,6 @@ def compositions_act_as_in_one_process(folder):
         for model in (alone, split):
             model.set_active_adapters(setup)
         close(logits_of(split), logits_of(alone), 1e-12, repr(setup))
-    split.gradient_checkpointing_enable()
     for strategy, options in (("linear", {}), ("cat", {}), ("svd", {"svd_rank": 4})):
         for model in (alone, split):
             model.average_adapter("c", ["a", "b"], [0.3, 0.7], combine_strategy=strategy,
@@ -303,7 +303,11 @@ def files_are_those_of_one_process(family, folder, out):
     options = {"dtype": torch.float64,
                "distributed_config": DistributedConfig(tp_size=dist.get_world_size())}  # fmt: skip
     static = adapterzoo.init(AutoModelForCausalLM.from_pretrained(folder, **options))
-    static.load_adapter(out / "peft", load_as="a", set_active=True)
+    load = partial(static.load_adapter, out / "peft", load_as="a", set_active=True)
+    if family != "qwen3":
+        # its output layer is not tied: the file has it
+        refused(StateError, load, "a tp_plan has split 'lm_head'", "with_head=False")
+    load(with_head=False)
     close(logits_of(static), expected, atol, "init")
 
 

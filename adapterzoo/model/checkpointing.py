@@ -411,15 +411,21 @@ def write(
     info = ModelInfo(model)
     if kind != "adapter_fusion":
         refuse_sharded(model, format)
-    whole, contents = sharding.whole(stored), None
+    shown, contents = whole(stored), None
     if sharding.split_over(model) is not None:
         # a format may read weights of the base model, which all processes gather
-        contents = formats.encoded(whole, kind, format, info)
+        contents = formats.encoded(shown, kind, format, info)
 
     def put() -> None:
-        formats.write(Path(folder), whole, kind, format, info, contents)
+        formats.write(Path(folder), shown, kind, format, info, contents)
 
     sharding.in_first_process(model, put)
+
+
+def whole(stored: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with whole tensors; a collective call if any is sharded."""
+    adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
+    return dataclasses.replace(stored, adapter=adapter, head=head)
 
 
 def refuse_sharded(model: AdaptedModel, format: str) -> None:

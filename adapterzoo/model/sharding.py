@@ -12,7 +12,6 @@ processes (`inject.parallel`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import sys
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
-from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject import parallel
 from adapterzoo.inject.layers import unpacked_size
 from adapterzoo.tensor_parallel import is_part as _is_dtensor
@@ -220,12 +218,6 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     with _partitioned(tensors.values()):
         return {key: whole(tensor) for key, tensor in tensors.items()}
-
-
-def whole(stored: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with whole tensors; a collective call if any is sharded."""
-    adapter, head = gathered(stored.adapter), gathered(stored.head)
-    return dataclasses.replace(stored, adapter=adapter, head=head)
 
 
 def in_first_process(model: Any, write: Callable[[], None]) -> None:

@@ -326,7 +326,7 @@ def encoded(
     sharding.refuse_if_fixed(model, "Write save_adapter(folder, name).")
     info = ModelInfo(model)
     with_head = has_head(model, name) if with_head is None else with_head
-    stored = sharding.whole(checkpointing.checkpoint_of(model, name, with_head, None, "peft"))
+    stored = checkpointing.whole(checkpointing.checkpoint_of(model, name, with_head, None, "peft"))
     return format_of_peft.encoded(formats.exported(stored, info), info)
 
 

@@ -37,10 +37,11 @@ from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copie
 from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import ConfigError, SiteError, StateError, listing
+from adapterzoo.errors import ConfigError, SiteError, StateError, argument, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of, write_finite
+from adapterzoo.inject.parallel import parallel_forward
 from adapterzoo.methods._copies import ROWS, WITH_OUTPUTS, Table, tied_layers
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
@@ -131,10 +132,20 @@ def _layer(model: AdaptedModel, path: str) -> nn.Module:
 
 
 def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]:
-    """Return copies of the layers of the original head, perhaps with a language model's output."""
+    """Return copies of the layers of the original head, perhaps with a language model's output.
+
+    Raises:
+        StateError: a layer is split over processes.
+    """
     found = layers_of(model)
     if with_output and (path := output_path(model)) is not None:
         found[path] = _layer(model, path)
+    for path, layer in found.items():
+        if parallel_forward(layer) is not None:
+            raise StateError(
+                f"a tp_plan has split {path!r}, of which an adapter cannot have a copy. Write "
+                f"{argument('with_head', False, 'load_adapter')}, or load the model without it."
+            )
     return {path: _copied(layer) for path, layer in found.items()}
 
 
