@@ -52,7 +52,7 @@ def test_the_page_tells_what_each_method_does_in_a_split_model(tmp_path):
     found = run(tmp_path, 2, "cells-gpt_neox")
     assert found[0] == found[1]
     table = PAGE.read_text().partition("| method | column-parallel")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| `([a-z_+]+)` \| (.*) \|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9_+]+)` \| (.*) \|$", table, re.MULTILINE)
     assert [f"{name} | {cells}" for name, cells in rows] == sorted(found[0])
 
 
