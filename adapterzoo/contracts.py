@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from adapterzoo.errors import StateError
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
+    from adapterzoo.tensor_parallel import Split
 
 # kind of device → whether it has float64; torch has no question for it, so that others are tried
 _HAVE_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
@@ -167,9 +169,14 @@ class BaseLayer(ABC):
 
     In a `Stack`, calling it includes the earlier adapters; `original` and `weight` belong to the
     untouched layer.
+
+    Attributes:
+        split: how tensor parallelism splits the layer, of which the input, the output, the weight
+            and the tensors of adapters are this process's parts then; None for a whole layer.
     """
 
     __slots__ = ()
+    split: Split | None = None
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -337,6 +344,11 @@ class Adapter(Contained, ABC):
         stands_alone: whether one name can have no other adapter at its layer.
         learns_faster: names of the parameters that LoRA+ trains at the higher learning rate.
         at_embedding: whether the layer is an embedding, for which LoRA+ has a rate of its own.
+        splits: the sides of its layer, "in" and "out", that tensor parallelism may split: `forward`
+            needs no more than this process's part of them, with `base.split` for what processes
+            have to sum.
+        split_dims: name of each tensor that counts features of the layer → the side that each of
+            its dimensions counts, "" for another one.
     """
 
     acts_on: ClassVar[str] = "output"
@@ -344,6 +356,8 @@ class Adapter(Contained, ABC):
     learns_faster: ClassVar[frozenset[str]] = frozenset()
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
+    splits: frozenset[str] = frozenset()
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     reads_call: bool = False
     reads_prompt: bool = False
     shared_key: SharedKey | None = None

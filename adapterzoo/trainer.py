@@ -32,7 +32,7 @@ from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
-from .model.sharding import class_name
+from .model.sharding import class_name, gathered, in_first_process, split_over
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -321,10 +321,13 @@ class AdapterTrainer(Trainer):
     # --- checkpoints ---
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if not self.args.should_save:
+        # the tensors of a split model are gathered in all processes
+        if not self.args.should_save and split_over(self._adapted) is None:
             return
         folder = Path(output_dir or cast("str", self.args.output_dir))
         save_trained(self._adapted, folder, self._part())
+        if not self.args.should_save:
+            return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(folder))
@@ -445,9 +448,9 @@ def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) ->
     for name in part.fusions:
         adapters = model._adapter_state.fusions[name].adapters
         fusion.save(model, folder / name, Fuse(*adapters, name=name))
-    if tensors := unfrozen(model, part.trained):
+    if tensors := gathered(unfrozen(model, part.trained)):
         document = {"format": native.FORMAT, "version": native.VERSION}
-        files.write_tensors(folder / UNFROZEN, document, tensors)
+        in_first_process(model, lambda: files.write_tensors(folder / UNFROZEN, document, tensors))
 
 
 def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None) -> None:

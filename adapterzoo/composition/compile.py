@@ -67,6 +67,7 @@ class LayerView(BaseLayer):
     convolve = _inner_property("convolve")
     mix = _inner_property("mix")
     by_channel = _inner_property("by_channel")
+    split = _inner_property("split")
 
 
 class Nested(LayerView):

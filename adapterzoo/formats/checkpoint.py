@@ -299,7 +299,14 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> d
     return chosen.encode(checkpoint, kind, info)
 
 
-def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
+def write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    kind: Kind,
+    name: str,
+    info: ModelInfo,
+    contents: Mapping[str, bytes] | None = None,
+) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
     A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
@@ -310,6 +317,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
         kind: what it holds.
         name: of the format.
         info: of the model that it was taken from.
+        contents: its files, if they are `encoded` already.
 
     Raises:
         CheckpointError: the format cannot express it, files of another kind of checkpoint in
@@ -317,7 +325,8 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
             is still whole.
         UnknownNameError: there is no such format.
     """
-    chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
+    chosen = formats.find(name)
+    contents = encoded(checkpoint, kind, name, info) if contents is None else contents
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     for held in dict.fromkeys((*KINDS, kind)):
         there = of(folder, held)

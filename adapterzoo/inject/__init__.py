@@ -52,6 +52,7 @@ from .adapted import (
 from .attention import AdaptedAttention
 from .building import layer_at
 from .layers import ExpertAdapters, FusedAdapters, LayerCall, as_matrix, matrix, mergeable
+from .parallel import whole
 from .tokens import AdaptedEmbeddings, AdaptedPositions
 
 
@@ -265,6 +266,7 @@ def combine(
     Raises:
         CompositionError: the strategy makes no sense for the method.
     """
+    others = [whole(other) for other in others]
     if any(type(other) is not type(adapter) for other in others):
         kinds = ", ".join(sorted({type(other).__name__ for other in others}))
         raise CompositionError(
@@ -319,6 +321,7 @@ def _parts_with_base(
         kept = originals.get(parameter)
         return None if kept is None else as_matrix(layer, parameter, kept)
 
+    adapters = [whole(adapter) for adapter in adapters]
     first = adapters[0]
     if not isinstance(first, ExpertAdapters):
         base = base_of(layer, shown("weight"), originals.get("bias"), kept=originals)

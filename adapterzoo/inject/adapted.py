@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -23,8 +24,27 @@ from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState, Plan
+from adapterzoo.tensor_parallel import Split, whole_tensor
 
-from .layers import ExpertAdapters, LayerCall, changed, is_quantized, matrix, own, stores_transposed
+from .layers import (
+    ExpertAdapters,
+    LayerCall,
+    as_matrix,
+    changed,
+    is_quantized,
+    matrix,
+    own,
+    stores_transposed,
+)
+from .parallel import (
+    ParallelCall,
+    ParallelLayer,
+    keep_part,
+    parallel_forward,
+    return_forward,
+    split_of,
+    take_forward,
+)
 
 SHARED = SharedModules.container
 """The container of modules that the layers of an adapter share, unless they name another."""
@@ -127,6 +147,8 @@ class _Link:
     helps: set[tuple[str, str]] = field(default_factory=set)
     # whether the model writes into the layer's output in place
     overwritten: bool = False
+    # how tensor parallelism splits the layer
+    split: Split | None = None
 
 
 def acting(layer: nn.Module, site: SiteStep) -> tuple[Step, Sequence[Any]]:
@@ -172,6 +194,9 @@ class Adapted(nn.Module):
     _shown: Shown = _CALLED
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
+    # what adapters get as their base, and whether transformers has split the layer
+    _call: type[LayerCall] = LayerCall
+    _is_parallel: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward with the active adapters; the plain one if none is active."""
@@ -186,7 +211,7 @@ class Adapted(nn.Module):
             if plan.setup is None:
                 return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
-            base = LayerCall(self, super().forward, args, kwargs, None, active.call)
+            base = self._call(self, super().forward, args, kwargs, None, active.call)
             y = site.only(args[0], base)
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
@@ -205,7 +230,7 @@ class Adapted(nn.Module):
         if residual is not None:
             also = active.call.captures.pop(f"+{link.path}", None)
             residual = residual if also is None else residual + also
-        base = LayerCall(self, forward, args, kwargs, residual, active.call)
+        base = self._call(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
         if not self._read:
             y = evaluate(step, adapters, x, base, plan.rows)
@@ -236,7 +261,8 @@ class Adapted(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        return _blank, (self._plain, self._read, self._kind, self._shown), state
+        facts = self._plain, self._read, self._kind, self._shown, self._is_parallel
+        return _blank, facts, state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they need the active state of the replicating thread
@@ -289,7 +315,7 @@ def base_of(
     bias: Tensor | None = None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerCall:
-    """Return the layer as passed to its adapters, outside a forward.
+    """Return the layer as passed to its adapters, outside a forward; it is whole.
 
     Args:
         layer: the layer.
@@ -301,8 +327,13 @@ def base_of(
         base = LayerCall(layer, super(Adapted, layer).forward, context=layer._link.active.call)
     else:
         base = LayerCall(layer, functools.partial(type(layer).forward, layer))
-    base.shown = weight
-    base.shown_bias = bias
+    if parallel_forward(layer) is not None:
+        stored = {n: p for n, p in layer._parameters.items() if p is not None} | dict(kept)
+        kept = {name: whole_tensor(tensor) for name, tensor in stored.items()}
+        weight = as_matrix(layer, "weight", kept["weight"]) if weight is None else weight
+        bias = kept.get("bias") if bias is None else bias
+    base.shown = None if weight is None else whole_tensor(weight)
+    base.shown_bias = None if bias is None else whole_tensor(bias)
     base.kept = kept
     return base
 
@@ -326,13 +357,16 @@ def swap(
         shown: those that the model reads outside of calls of the layer.
     """
     if not isinstance(layer, Adapted):
-        set_class(layer, _adapted_class(type(layer), parameters, kind, shown))
-        cast("Adapted", layer)._link = _Link(active, path)
+        split = split_of(layer)
+        is_parallel = take_forward(layer)
+        set_class(layer, _adapted_class(type(layer), parameters, kind, shown, is_parallel))
+        known = split if isinstance(split, Split) else None
+        cast("Adapted", layer)._link = _Link(active, path, split=known)
         return
     own = tuple(dict.fromkeys((*layer._read, *parameters)))
     facts = own, kind or layer._kind, shown if shown.names else layer._shown
     if facts != (layer._read, layer._kind, layer._shown):
-        set_class(layer, _adapted_class(layer._plain, *facts))
+        set_class(layer, _adapted_class(layer._plain, *facts, layer._is_parallel))
 
 
 def restore(layer: Adapted) -> None:
@@ -351,6 +385,29 @@ def discard(layer: Adapted) -> None:
         del layer._modules[container]
     del layer._link
     set_class(layer, layer._plain)
+    return_forward(layer)
+
+
+@contextmanager
+def split_later(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model be plain in the block, which splits them over processes.
+
+    Args:
+        model: with adapters, which keep their parts after the block.
+    """
+    every = [m for m in model.modules() if isinstance(m, Adapted)]
+    facts = [(layer._plain, layer._read, layer._kind, layer._shown) for layer in every]
+    for layer in every:
+        set_class(layer, layer._plain)
+    try:
+        yield
+    finally:
+        for layer, own in zip(every, facts, strict=True):
+            split = split_of(layer)
+            layer._link.split = split if isinstance(split, Split) else None
+            set_class(layer, _adapted_class(*own, take_forward(layer)))
+            for adapter in adapters_of(layer).values():
+                keep_part(layer, adapter)
 
 
 def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
@@ -429,8 +486,9 @@ def _adapted_class(
     parameters: tuple[str, ...],
     kind: type[Adapted] | None = None,
     shown: Shown = _CALLED,
+    is_parallel: bool = False,
 ) -> type[Adapted]:
-    key = (cls, parameters, kind, shown)
+    key = (cls, parameters, kind, shown, is_parallel)
     if key not in _classes:
         members: dict[str, Any] = {
             "_read": parameters,
@@ -454,6 +512,9 @@ def _adapted_class(
             bases = (*bases, _Untouched)
         elif shown.names:
             members["forward"] = _plainly
+        if is_parallel:
+            bases = (*bases, ParallelLayer)
+            members |= {"_call": ParallelCall, "_is_parallel": True}
         made = _type_over(type(cls))(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
@@ -479,7 +540,7 @@ def answer_at_layers(answers: Mapping[str, Callable[[Any], Any]]) -> None:
         answers: what gives the value of each; see `asked_of_layers`.
     """
     asked_of_layers.update(answers)
-    for (cls, parameters, _, shown), made in _classes.items():
+    for (cls, parameters, _, shown, _), made in _classes.items():
         for name, answer in _answers(cls, (*parameters, *shown.names)).items():
             if name not in vars(made):
                 setattr(made, name, answer)
@@ -542,6 +603,7 @@ def _blank(
     parameters: tuple[str, ...],
     kind: type[Adapted] | None,
     shown: Shown = _CALLED,
+    is_parallel: bool = False,
 ) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, kind, shown)
+    adapted = _adapted_class(cls, parameters, kind, shown, is_parallel)
     return adapted.__new__(adapted)

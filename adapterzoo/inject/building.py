@@ -22,6 +22,7 @@ from adapterzoo.errors import ConfigError
 from .adapted import SHARED, AdapterDict, container_of, plain_class
 from .convolution import at_convolution
 from .layers import ExpertAdapters, FusedAdapters, is_quantized, mergeable
+from .parallel import check_split
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
@@ -71,6 +72,7 @@ def build(
     dtype = next(wide, model_dtype)
     built = [p.config.build(p.site, device, dtype) for p in placements]
     for placement, adapter in zip(placements, built, strict=True):
+        check_split(layer, placement.site, placement.config, adapter)
         if placement.site.kind == "convolution":
             adapter.__class__ = at_convolution(cast("Any", type(adapter)))
     for placement, adapter in zip(placements, built, strict=True):
@@ -140,7 +142,7 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
             fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             memo[id(parameter)] = nn.Parameter(fresh, parameter.is_floating_point())
     bare = plain_class(layer).__new__(plain_class(layer))
-    left_out = ("_link", "_hf_hook", "_old_forward", "forward")
+    left_out = ("_link", "_hf_hook", "_old_forward", "forward", "_split_forward")
     own = {name: value for name, value in vars(layer).items() if name not in left_out}
     own["_modules"] = {n: m for n, m in layer._modules.items() if not isinstance(m, AdapterDict)}
     # hooks of users and of accelerate run around the layer, and so around its copy

@@ -39,6 +39,7 @@ from adapterzoo.contracts import (
 )
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
+from adapterzoo.tensor_parallel import write
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
@@ -835,7 +836,7 @@ def write_finite(target: Tensor, value: Tensor, what: str) -> None:
             f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
             "write model.float() first."
         )
-    target.copy_(merged)
+    write(target, merged)
 
 
 def _is_finite(t: Tensor) -> bool:

@@ -19,6 +19,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.call import StackCall
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import StateError
+from adapterzoo.tensor_parallel import Split
 
 from ._init import constant, drawn, normal
 
@@ -71,10 +72,16 @@ class Gate(nn.Module):
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 
-    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the gate `[batch, 1, …, count]`, with x's dimensions `[batch, *tokens, d_in]`."""
+    def forward(self, x: Tensor, base: BaseLayer, split: Split | None = None) -> Tensor:
+        """Return the gate `[batch, 1, …, count]`, with x's dimensions `[batch, *tokens, d_in]`.
+
+        Args:
+            x: the input.
+            base: the layer.
+            split: of the layer, if `x` is its input, and its output is what the gate opens.
+        """
         if not self.reads_call or x.dim() != 3:
-            opened = self._opened(x)
+            opened = self._opened(x, split)
             # [batch, 1, …, count]; without tokens [*batch, count]
             mean = (
                 opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True) if x.dim() > 2 else opened
@@ -83,13 +90,16 @@ class Gate(nn.Module):
             call = base.call
             if self.is_cross:
                 call = call.of_encoder() if self.reads_encoder else call.of_queries()
-            mean = call.remembered(self, lambda: prompt_mean(self._opened(x), x, call))
+            mean = call.remembered(self, lambda: prompt_mean(self._opened(x, split), x, call))
         decided: Tensor = self.decided(mean)
         return decided
 
-    def _opened(self, x: Tensor) -> Tensor:
+    def _opened(self, x: Tensor, split: Split | None) -> Tensor:
         """Return σ(W x + b) `[*batch, count]`."""
-        return torch.sigmoid(linear(x.to(self.weight.dtype), self.weight, self.bias))
+        x = x.to(self.weight.dtype)
+        if split is None:
+            return torch.sigmoid(linear(x, self.weight, self.bias))
+        return split.spread(torch.sigmoid(split.summed(linear(x, self.weight)) + self.bias))
 
 
 def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:

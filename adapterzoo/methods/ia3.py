@@ -133,6 +133,7 @@ class IA3(WeightAdapter):
 
     container = "loras"
     adapts_convolutions = True
+    splits = frozenset({"in", "out"})
 
     def __init__(
         self, config: IA3Config, site: Site, device: torch.device, dtype: torch.dtype
@@ -167,6 +168,7 @@ class IA3(WeightAdapter):
         dtype = dtype_named(config.dtype, dtype)
         self.ia3_l = drawn((*site.lead, width), fresh, device, dtype)
         self.alpha, self.groups = config.alpha, site.groups
+        self.split_dims = {"ia3_l": ("in" if self.scales_input else "out",)}
 
     def scale(self, dtype: torch.dtype) -> Tensor:
         """Return ℓ · alpha in a dtype, `[*experts, width]`."""

@@ -19,6 +19,8 @@ from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
 from adapterzoo.inject.building import at_hand, build, build_shared, device_of, inject_path
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
+from adapterzoo.inject.parallel import check_split, keep_part
 from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name
@@ -30,7 +32,7 @@ from .heads.copies import refuse_both, refuse_own_size
 from .heads.named import release, share_table
 from .hf import guards
 from .hf.init_data import Collected, InitData, embedded_text, fitted
-from .sharding import refuse_if_sharded
+from .sharding import equalize, refuse_if_fixed
 from .state import (
     AdaptedModel,
     AdapterRecord,
@@ -62,7 +64,7 @@ def add(
     it is in the model.
     """
     check_name(name)
-    refuse_if_sharded(model, "Add it before fully_shard(model).")
+    refuse_if_fixed(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
         loaded = in_float32(model, loaded)
@@ -152,7 +154,7 @@ def delete(model: AdaptedModel, *names: str) -> None:
     """Delete adapters of the model, all or none; other active adapters stay active."""
     for name in names:
         refuse_used(model, name)
-    refuse_if_sharded(model, "Write set_active_adapters(None).")
+    refuse_if_fixed(model, "Write set_active_adapters(None).")
     for name in names:
         remove(model, name)
     replan(model)
@@ -212,7 +214,7 @@ def eject(model: AdaptedModel, name: str) -> None:
         StateError: the model is sharded, or another name uses the adapter.
     """
     config = model._adapter_state.find(name).config
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_if_fixed(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
     shared = dict(modules_of(model, name)).get("")
     members = []
@@ -236,6 +238,20 @@ def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
         record, config=made.config, places=places
     )
     replan(model)
+
+
+def check_splits(model: AdaptedModel) -> None:
+    """Check that the adapters of a model can act where its layers have been split.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for name, record in model._adapter_state.records.items():
+        for path, module in modules_of(model, name):
+            parts = [m for m in module.modules() if isinstance(m, Adapter)] if path else []
+            own = [m for m in parts if not isinstance(m, (FusedAdapters, ExpertAdapters))]
+            for placement, adapter in zip(record.places[path], own, strict=False):
+                check_split(layer_in(model, path), placement.site, placement.config, adapter)
 
 
 # --- make, install, remove ---
@@ -306,9 +322,11 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             if (key := part.shared_key) is not None:
                 part.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
     record = AdapterRecord(record.config, record.places, reads_calls, record.meta)
+    equalize(model, modules.values())
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(layer_in(model, path), path, active)
+            keep_part(layer, adapter)
             sites = [placement.site for placement in record.places[path]]
             overwritten = any(site.overwritten for site in sites)
             read = next((site.read for site in sites if site.read), ())

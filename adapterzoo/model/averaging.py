@@ -21,7 +21,7 @@ from adapterzoo.names import check_name
 from .activation import refuse_taken
 from .adapters import bring_in, make
 from .heads import copies, named, store
-from .sharding import refuse_if_sharded
+from .sharding import refuse_if_fixed
 from .state import AdaptedModel, AdapterRecord, layer_in, modules_of
 
 # option → its legal values, one of them, and the default; a strategy with `needs_rank` or `prunes`
@@ -106,7 +106,7 @@ def average(
     check_name(name)
     names, own = weighted(adapters, weights, normalize)
     strategy = combination(strategy_name, **options)
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_if_fixed(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
     shown = listing(names, limit=len(names))

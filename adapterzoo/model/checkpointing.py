@@ -216,7 +216,7 @@ def fitting(
         CheckpointError: the checkpoint does not fit the model.
         ConfigError: an argument is not legal.
     """
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     info = ModelInfo(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = name_in(asked.load_as, stored, hub_name or path)
@@ -375,7 +375,7 @@ def read_head(
     model: AdaptedModel, folder: StrPath, asked: LoadOptions
 ) -> tuple[str, Callable[[], None]]:
     """Read what `load_head` loads and check it; return its name and what enters it."""
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else named.active_name(model)
@@ -411,9 +411,21 @@ def write(
     info = ModelInfo(model)
     if kind != "adapter_fusion":
         refuse_sharded(model, format)
+    shown, contents = whole(stored), None
+    if sharding.split_over(model) is not None:
+        # a format may read weights of the base model, which all processes gather
+        contents = formats.encoded(shown, kind, format, info)
+
+    def put() -> None:
+        formats.write(Path(folder), shown, kind, format, info, contents)
+
+    sharding.in_first_process(model, put)
+
+
+def whole(stored: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with whole tensors; a collective call if any is sharded."""
     adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
-    whole = dataclasses.replace(stored, adapter=adapter, head=head)
-    sharding.in_first_process(model, lambda: formats.write(Path(folder), whole, kind, format, info))
+    return dataclasses.replace(stored, adapter=adapter, head=head)
 
 
 def refuse_sharded(model: AdaptedModel, format: str) -> None:
@@ -424,7 +436,7 @@ def refuse_sharded(model: AdaptedModel, format: str) -> None:
     """
     if format != "native":
         # for adapters and heads these formats read weights of the base model, in one process
-        sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
+        sharding.refuse_if_fixed(model, f"Write {argument('format', 'native')}.")
 
 
 def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
@@ -492,7 +504,8 @@ def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     kept = stored.metadata.get(BASE)
     if not isinstance(kept, Mapping):
         return
-    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+    own = base_weights(model, lambda dims: [key for key in dims if key in kept])
+    if fit.is_other_base(kept, sharding.gathered(own)):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
             "load_adapter: the adapter %r was trained on other weights of the base model%s than "

@@ -28,7 +28,7 @@ from .heads import copies
 from .hf.guards import refuse_while_batching
 from .hf.info import ModelInfo, provenance
 from .hf.task_classes import text_config
-from .sharding import refuse_if_sharded
+from .sharding import refuse_if_fixed
 from .state import (
     AdaptedModel,
     FusionRecord,
@@ -58,7 +58,7 @@ def add(
 ) -> None:
     """Add layers that fuse several adapters, one at each of their sites."""
     fuse = as_fuse(adapter_names, name)
-    refuse_if_sharded(model, "Add it before fully_shard(model).")
+    refuse_if_fixed(model, "Add it before fully_shard(model).")
     loaded = AdapterFusionConfig.load("dynamic" if config is None else config)
     if fuse.fusion is not None:
         check_name(fuse.fusion)
@@ -72,7 +72,7 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     """Delete fusion layers; the adapters stay."""
     name = as_fuse(adapter_names, None).name
     model._adapter_state.find_fusion(name)
-    refuse_if_sharded(model, "Write set_active_adapters(None).")
+    refuse_if_fixed(model, "Write set_active_adapters(None).")
     refuse_overridden(model, name)
     _take(model, name)
     replan(model)
@@ -231,7 +231,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
     Raises:
         CheckpointError: the file holds no fusion.
     """
-    refuse_if_sharded(model, "Load it before fully_shard(model).")
+    refuse_if_fixed(model, "Load it before fully_shard(model).")
     folder = Path(folder)
     stored = formats.read(folder, "adapter_fusion", ModelInfo(model))
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adapterzoo import formats, inject
+from adapterzoo import formats, inject, tensor_parallel
 from adapterzoo.averaging import STRATEGIES
 from adapterzoo.composition import parse
 from adapterzoo.config import AdapterConfig, Placement
@@ -275,6 +275,9 @@ def write(writes: list[Write]) -> None:
     """Write values into tensors, and zeros where they are smaller."""
     with torch.no_grad():
         for tensor, values in writes:
+            if tensor_parallel.is_part(tensor):
+                tensor_parallel.write(tensor, values)
+                continue
             if tensor.shape != values.shape:
                 tensor.zero_()
             tensor[tuple(slice(size) for size in values.shape)].copy_(values)

@@ -24,13 +24,15 @@ from adapterzoo.inject.layers import (
     mergeable,
     write_finite,
 )
+from adapterzoo.inject.parallel import whole
+from adapterzoo.tensor_parallel import whole_tensor
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan, set_active
 from .heads import copies, plain
 from .hf.guards import refuse_trained, refuse_while_batching, soon_undone
 from .hf.init_data import can_dequantize
 from .hf.untying import untied
-from .sharding import refuse_if_sharded
+from .sharding import refuse_if_fixed, refuse_if_sharded
 from .state import AdaptedModel, layer_in, modules_of, parameters_of
 
 # --- merge and reset ---
@@ -48,7 +50,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         StateError: they cannot be merged; nothing has changed.
     """
     state = model._adapter_state
-    refuse_if_sharded(model, "Merge before fully_shard(model).")
+    refuse_if_fixed(model, "Merge before fully_shard(model).")
     refuse_while_batching(model)
     for name in added:
         state.find(name)
@@ -104,7 +106,7 @@ def reset(model: AdaptedModel) -> None:
     """Restore the base weights bit for bit; the adapters that were merged act as before."""
     state = model._adapter_state
     if state.merged:
-        refuse_if_sharded(model, "Load the base model and the adapters again.")
+        refuse_if_fixed(model, "Load the base model and the adapters again.")
         refuse_while_batching(model)
     for name in state.merged:
         refuse_overridden(model, name)
@@ -208,7 +210,9 @@ def _stacked(asked: object) -> tuple[str, ...]:
 
 
 def _refuse_unloading(model: AdaptedModel) -> None:
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    # with named heads it is a copy, which the functions of a split model do not allow
+    refuse = refuse_if_sharded if model._has_named_heads else refuse_if_fixed
+    refuse(model, "Write it before fully_shard(model).")
     for name in model._adapter_state.records:
         refuse_trained(model, name, parameters_of(model, name))
     for plan in model._active.overrides:
@@ -308,8 +312,8 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     """
     layer = layer_in(model, path)
     there = adapters_of(layer)
-    adapters = [there[name] for name in names if name in there]
-    kept = model._adapter_state.originals[path]
+    adapters = [whole(there[name]) for name in names if name in there]
+    kept = {n: whole_tensor(t) for n, t in model._adapter_state.originals[path].items()}
     # the model may have been moved after copying
     own = {name: t.to(cast("Tensor", layer._parameters[name]).device) for name, t in kept.items()}
     bias = own.get("bias")

@@ -19,6 +19,7 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
+from adapterzoo.inject.adapted import split_later
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -39,7 +40,7 @@ from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
 from .heads import copies, tables
-from .heads.named import HeadNames
+from .heads.named import HeadNames, split_tied
 from .hf import config_entry, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
@@ -1381,6 +1382,14 @@ class AdapterModelMixin:
             activation.register(self)
 
     @classmethod
+    def maybe_distribute_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split the layers of a model over processes as transformers does, and its adapters."""
+        with split_later(model):
+            done = cast("Any", super()).maybe_distribute_model(model, *args, **kwargs)
+            adapters.check_splits(model)
+        return done
+
+    @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
         config_entry.restore(model, quantized=True)
@@ -1391,6 +1400,8 @@ class AdapterModelMixin:
         """Activate embeddings, and complete the rows of adapters, when all have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         tables.after_loading(model)
+        for head in heads_of(model).values():
+            split_tied(head)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

@@ -4,7 +4,9 @@ After `torch.distributed.fsdp.fully_shard` each process holds a part of each par
 DTensor. After `deepspeed.initialize` with ZeRO stage 3 (DeepSpeed 0.19.8) a parameter is empty, has
 a `ds_id`, and is whole only within `GatheredParameters`. Both handle only parameters that existed
 when they were called, so adapters and heads must be added before. In layers wrapped by PEFT,
-adapters act but cannot be added or removed.
+adapters act but cannot be added or removed. With a `tp_plan` of transformers each process holds a
+part of some layers, as DTensors too; adapters and heads can be added there at any time, in all
+processes (`inject.parallel`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
+from adapterzoo.inject import parallel
 from adapterzoo.inject.layers import unpacked_size
+from adapterzoo.tensor_parallel import is_part as _is_dtensor
 
 from .state import output_embeddings_of
 
@@ -51,18 +55,44 @@ def groups_of(model: Any) -> list[Any]:
     return []
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    # torch may be built without process groups, and without the class
-    return hasattr(tensor, "device_mesh")
-
-
 def _is_partitioned(tensor: Tensor) -> bool:
     """Return whether ZeRO stage 3 handles a parameter."""
     return hasattr(tensor, "ds_id")
 
 
+def split_over(model: Any) -> Any:
+    """Return the mesh over which a `tp_plan` has split a model; None for another model."""
+    for parameter in model.parameters() if _may_be_sharded() else ():
+        if _is_dtensor(parameter):
+            mesh = parameter.device_mesh
+            # a mesh of fully_shard has another name, none, or another dimension too
+            return mesh if mesh.mesh_dim_names == ("tp",) else None
+    return None
+
+
+def equalize(model: Any, modules: Iterable[nn.Module]) -> None:
+    """Give new modules the values of the first process, in all processes of a split model."""
+    if (mesh := split_over(model)) is not None:
+        parallel.equalize(modules, mesh)
+
+
+def refuse_if_fixed(model: Any, hint: str) -> None:
+    """Reshard, and refuse to add or remove parameters of a model that has fixed ones.
+
+    Args:
+        model: with adapters.
+        hint: what to write instead.
+
+    Raises:
+        StateError: the model is sharded, but not by a `tp_plan`, or has layers of PEFT.
+    """
+    refuse_if_wrapped(model)
+    if split_over(model) is None:
+        refuse_if_sharded(model, hint)
+
+
 def refuse_if_sharded(model: Any, hint: str) -> None:
-    """Reshard, and refuse to add or remove parameters of a sharded or wrapped model.
+    """Reshard, and refuse what needs a model that is whole and not wrapped.
 
     Args:
         model: with adapters.
@@ -71,11 +101,15 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     Raises:
         StateError: the model is sharded, or has layers of PEFT.
     """
-    # PEFT leaves its config in models it wraps; a search of all layers would be slower
-    path = peft_layer(model) if "peft_config" in vars(model) else None
-    if path is not None:
-        raise StateError(f"PEFT has wrapped the layer {path!r}. Write peft_model.unload() first.")
+    refuse_if_wrapped(model)
     reshard(model)
+    if (mesh := split_over(model)) is not None:
+        if "fully_shard" in hint:
+            hint = "Load the model without tp_plan."
+        raise StateError(
+            f"the model is split over {mesh.size()} processes by its tp_plan, and each has a part "
+            f"of the weights. {hint}"
+        )
     if groups := groups_of(model):
         by = "fully_shard"
         if any(_is_partitioned(parameter) for parameter in model.parameters()):
@@ -84,6 +118,18 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
             f"the model is sharded over {math.prod(map(dist.get_world_size, groups))} processes, "
             f"and {by} handles only parameters that existed when it was called. {hint}"
         )
+
+
+def refuse_if_wrapped(model: Any) -> None:
+    """Refuse a model that PEFT has wrapped.
+
+    Raises:
+        StateError: it has layers of PEFT.
+    """
+    # PEFT leaves its config in models it wraps; a search of all layers would be slower
+    path = peft_layer(model) if "peft_config" in vars(model) else None
+    if path is not None:
+        raise StateError(f"PEFT has wrapped the layer {path!r}. Write peft_model.unload() first.")
 
 
 def peft_layer(model: nn.Module) -> str | None:

@@ -35,7 +35,7 @@ from .heads import copies, tables
 from .heads.copies import tables_of
 from .heads.named import all_tensors
 from .hf.guards import refuse_untrained
-from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
+from .sharding import gathered, gathering, refuse_if_fixed, refuse_if_sharded, reshard, size_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -162,7 +162,7 @@ def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
     owners = copies.owners_of(setup)
     missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
     if missing and copies.layers_of(model):
-        refuse_if_sharded(model, "Write it before fully_shard(model).")
+        refuse_if_fixed(model, "Write it before fully_shard(model).")
 
 
 def hold_statistics(model: AdaptedModel) -> None:

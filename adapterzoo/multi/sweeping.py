@@ -180,7 +180,7 @@ def sweep(
                 setattr(given, key, value)
         given.output_dir = str(Path(args.output_dir) / own)
         many.add(own, given, train_dataset, eval_dataset, **kwargs)
-        row = {
+        row: dict[str, Any] = {
             key: value if isinstance(value, (int, float)) else str(value)
             for key, value in values.items()
         }

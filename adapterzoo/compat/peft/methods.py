@@ -324,13 +324,11 @@ def encoded(
     model: AdaptedModel, name: str, with_head: bool | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config and tensors for an adapter; with a head, None: if it has one."""
-    sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
+    sharding.refuse_if_fixed(model, "Write save_adapter(folder, name).")
     info = ModelInfo(model)
     with_head = has_head(model, name) if with_head is None else with_head
-    stored = formats.exported(
-        checkpointing.checkpoint_of(model, name, with_head, None, "peft"), info
-    )
-    return format_of_peft.encoded(stored, info)
+    stored = checkpointing.whole(checkpointing.checkpoint_of(model, name, with_head, None, "peft"))
+    return format_of_peft.encoded(formats.exported(stored, info), info)
 
 
 def has_head(model: AdaptedModel, name: str) -> bool:

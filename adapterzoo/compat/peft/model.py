@@ -459,21 +459,32 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         heads = {n: has_head(own, n) if with_head is None else with_head for n in names}
         for name in names if len(names) > 1 else ():
             _check_saving(own, name, format, heads[name])
-        is_peft_format = format == "peft" and not sharding.groups_of(self)
+        is_sharded = bool(sharding.groups_of(self))
+        # the tensors of a split model are gathered in all processes
+        is_split = sharding.split_over(self) is not None
+        is_peft_format = format == "peft" and (is_split or not is_sharded)
         tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
-        for name in names if is_main_process else ():
+        tables = sharding.gathered(tables)
+        if is_split and is_peft_format:
+            # made in all processes, and kept for the one that writes
+            saving.configs_of(own)
+        for name in names if is_main_process or is_split else ():
             folder = Path(save_directory, "" if name == DEFAULT else name)
-            with with_values(own, name, None if sharding.groups_of(self) else values):
+            with with_values(own, name, None if is_sharded else values):
                 self.save_adapter(folder, name, with_head=heads[name], format=format)
             if is_peft_format:
-                saving.finish(own, name, folder, tables, safe_serialization)
-        if is_main_process and is_peft_format:
-            saving.write_card(own, Path(save_directory))
+                finish = functools.partial(
+                    saving.finish, own, name, folder, tables, safe_serialization
+                )
+                sharding.in_first_process(self, finish)
+        if (is_main_process or is_split) and is_peft_format:
+            card = functools.partial(saving.write_card, own, Path(save_directory))
+            sharding.in_first_process(self, card)
         # `Trainer` reads `model.safetensors` of models that are not of PEFT's class, and before all
         # others if it is there; a trainer of sharded models has files of its own
         folder = Path(save_directory)
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
-        is_ours = of_trainer and is_main_process and is_step and not sharding.groups_of(self)
+        is_ours = of_trainer and is_main_process and is_step and not is_sharded
         if is_ours and (trains_base(own) or not _trainers_know_models()):
             trained = trained_tensors(own)
             files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)

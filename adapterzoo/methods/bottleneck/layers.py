@@ -45,6 +45,8 @@ class BottleneckLayer(FusibleAdapter):
     """
 
     scaling: Tensor | float
+    # it reads the output of its layer, never the input
+    splits = frozenset({"in"})
 
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters.

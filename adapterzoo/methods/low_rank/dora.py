@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -44,7 +45,7 @@ from adapterzoo.kernels.grouped import (
 from adapterzoo.methods._init import constant, drawn
 from adapterzoo.methods._targets import PLACES
 
-from .factors import Factors, LowRank, LowRankConfig, LowRankUpdate
+from .factors import SIDES, Factors, LowRank, LowRankConfig, LowRankUpdate
 
 
 @method_config("dora")
@@ -106,6 +107,9 @@ class Magnitudes(LowRankUpdate):
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
+        if self.adapterhub:
+            # the gradients that pass through its norm would have to be summed too
+            self.splits = frozenset()
 
     @abstractmethod
     def update_factors(self, base: BaseLayer) -> Factors:
@@ -124,9 +128,13 @@ class Magnitudes(LowRankUpdate):
             scaling = 1.0 if self.adapterhub else self.scaling
             norm = (base.weight + scaling * change).to(self.m.dtype).norm(dim=1)
             return divided(self.m, norm if self.adapterhub else norm.detach())
-        if not self.adapterhub:
+        if self.adapterhub:
+            return divided(self.m, self.norm(base, a, b))
+        if base.split is None:
             return row_gain(base.weight, a, b, self.m, self.scaling)
-        return divided(self.m, self.norm(base, a, b))
+        with torch.no_grad():
+            norm = base.split.summed(self.norm(base, a, b).square()).sqrt()
+        return divided(self.m, norm)
 
     def norm(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
         """Return the norms of the changed rows `[*experts, d_out]`; those of adapters lack s."""
@@ -232,6 +240,8 @@ class DoRA(Magnitudes, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
 
     adapts_convolutions = True
+    splits = frozenset({"in", "out"})
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType({**SIDES, "m": ("out",)})
 
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return A and B."""

@@ -51,7 +51,7 @@ from adapterzoo.config import (
 )
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
 from adapterzoo.errors import CompositionError, ConfigError, StateError
-from adapterzoo.kernels.low_rank import shrink
+from adapterzoo.kernels.low_rank import dropout_bits, dropout_mask, dropout_scale, shrink
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, kaiming, normal
 from adapterzoo.methods._targets import (
@@ -65,6 +65,7 @@ from adapterzoo.methods._targets import (
     rescaled,
 )
 from adapterzoo.patterns import Patterns, matching
+from adapterzoo.tensor_parallel import Split
 
 DRAWN = "lora", "bert", "gaussian", "orthogonal", "random"
 """The names of initial values that do not depend on the weight."""
@@ -223,6 +224,9 @@ def _at_all(
 # the scaling multiplies each of them once
 _SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
+SIDES: dict[str, tuple[str, ...]] = {"lora_A": ("", "in"), "lora_B": ("out", "")}
+"""The sides of the layer on which the dimensions of the factors stand."""
+
 
 class LowRankUpdate(WeightAdapter):
     """Base of the adapters whose update is s · B A dropout(x).
@@ -243,7 +247,12 @@ class LowRankUpdate(WeightAdapter):
         """
         if self.at_embedding:
             return embedding(x, a.T, base.padding_idx) * base.scale
-        return shrink(x, a, self.dropout, self.training)
+        if base.split is None:
+            return shrink(x, a, self.dropout, self.training)
+        drops = self.training and self.dropout > 0.0
+        if drops and base.split.inputs:
+            x, drops = dropped_part(x, self.dropout, base.split), False
+        return base.split.joined(shrink(x, a, self.dropout, drops))
 
     def across(self, x: Tensor, a: Tensor, b: Tensor, base: BaseLayer) -> Tensor:
         """Return B A dropout(x) of a convolution: A has its kernel, and B one of size 1.
@@ -260,6 +269,23 @@ class LowRankUpdate(WeightAdapter):
         t = dropout(x.to(a.dtype), self.dropout, self.training)
         t = base.convolve(t, a, groups=1)  # [*rows, rank, *places]
         return base.mix(t, b)
+
+
+def dropped_part(x: Tensor, p: float, split: Split) -> Tensor:
+    """Return dropout(x) of a part of the input features, `[*batch, part of d_in]`.
+
+    The mask is a part of the one that a single process draws for all features, so that the next
+    random numbers are equal in all processes.
+
+    Args:
+        x: the part.
+        p: probability, 0 to below 1, of dropping a feature.
+        split: of the layer.
+    """
+    # `x.numel` is all that is read of it
+    whole = x.new_empty(1).expand(*x.shape[:-1], split.d_in)
+    mask = split.part(dropout_mask(dropout_bits(whole, p), (*whole.shape,), p), -1)
+    return x * mask * dropout_scale(p)
 
 
 def drawing(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -59,8 +60,9 @@ from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, generator
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
+from adapterzoo.tensor_parallel import Split
 
-from .factors import Factors, LowRank, LowRankConfig
+from .factors import SIDES, Factors, LowRank, LowRankConfig
 from .starts import (
     OPTIONS,
     PLANS,
@@ -287,9 +289,10 @@ class Start(nn.Module):
         self.register_buffer("lora_A", torch.empty_like(a.detach()))
         self.register_buffer("lora_B", torch.empty_like(b.detach()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, split: Split | None) -> Tensor:
         """Return B₀ A₀ x, `[*batch, d_in]` → `[*batch, d_out]`, in the dtype of the factors."""
-        return linear(linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
+        t = linear(x.to(self.lora_A.dtype), self.lora_A)  # [*batch, r]
+        return linear(t if split is None else split.joined(t), self.lora_B)
 
 
 def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -313,6 +316,12 @@ class LoRA(LowRank):
 
     is_additive = True
     adapts_convolutions = True
+    splits = frozenset({"in", "out"})
+    split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType(
+        SIDES
+        | {f"start.{name}": dims for name, dims in SIDES.items()}
+        | {"lora_B_bias": ("out",), "gate.weight": ("", "in")}
+    )
 
     def __init__(
         self, config: LoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -363,20 +372,20 @@ class LoRA(LowRank):
         In an output layer that is tied to a table, return the logits for `x` `[*batch, d_out]`.
         """
         y, a, b = base(x), self.lora_A, self.lora_B
-        if self._is_plain:
+        if self._is_plain and base.split is None:
             return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
         if self.at_embedding and x.is_floating_point():
             # an output layer that is tied to the table
             return low_rank(y, x, b.mT, a.mT, self.scaling, self.dropout, self.training)
         update = linear(self.down(x, a, base), b, self.lora_B_bias)  # [*batch, d_out]
         if self.start is not None:
-            update = update - self.start(x)
+            update = update - self.start(x, base.split)
         update = update * self.scaling
         if self.invocation is not None:
             after = base.call.after(self.invocation, x)  # [*batch]
             update = torch.where(after.unsqueeze(-1), update, 0.0)
         if self.gate is not None:
-            update = update * self.gate(x, base)
+            update = update * self.gate(x, base, base.split)
         return y + update.to(y.dtype)
 
     def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:

@@ -37,10 +37,11 @@ from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copie
 from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import ConfigError, SiteError, StateError, listing
+from adapterzoo.errors import ConfigError, SiteError, StateError, argument, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import is_quantized, packing_of, write_finite
+from adapterzoo.inject.parallel import parallel_forward
 from adapterzoo.methods._copies import ROWS, WITH_OUTPUTS, Table, tied_layers
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
@@ -134,7 +135,7 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
     """Return copies of the layers of the original head, perhaps with a language model's output.
 
     Raises:
-        StateError: one is quantized.
+        StateError: one is quantized, or split over processes.
     """
     found = layers_of(model)
     if with_output and (path := output_path(model)) is not None:
@@ -145,6 +146,11 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
                 f"{path!r} of the head is quantized and cannot be trained. Name it in the "
                 f"quantization config: modules_to_not_convert=[{path!r}] (bitsandbytes: "
                 f"llm_int8_skip_modules)."
+            )
+        if parallel_forward(layer) is not None:
+            raise StateError(
+                f"a tp_plan has split {path!r}, of which an adapter cannot have a copy. Write "
+                f"{argument('with_head', False, 'load_adapter')}, or load the model without it."
             )
     return {path: _copied(layer) for path, layer in found.items()}
 

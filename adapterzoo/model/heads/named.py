@@ -21,7 +21,9 @@ from adapterzoo.errors import CheckpointError, StateError, argument, listing, un
 from adapterzoo.formats import fit
 from adapterzoo.formats.fit import digest
 from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, StaticConfig
+from adapterzoo.inject.adapted import split_later
 from adapterzoo.inject.building import plain_state
+from adapterzoo.inject.parallel import split_output
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors
 from adapterzoo.model.sharding import class_name
@@ -32,6 +34,7 @@ from adapterzoo.model.state import (
     output_embeddings_of,
     output_path,
 )
+from adapterzoo.tensor_parallel import is_part
 
 from . import copies
 
@@ -228,6 +231,15 @@ def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
     if ties_output(model.config, head.config):
         own = None if name is None else copies.table_of(model, name)
         head.tie(model.get_input_embeddings().weight if own is None else own)
+        split_tied(head)
+
+
+def split_tied(head: PredictionHead) -> None:
+    """Let the last layer of a head compute with embeddings that a `tp_plan` has split, if tied."""
+    layer = head.output_embeddings
+    if layer is not None and is_part(layer.weight):
+        with split_later(layer):
+            split_output(layer)
 
 
 def is_on(head: Any, weight: Tensor | None) -> bool:

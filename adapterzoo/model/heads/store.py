@@ -29,7 +29,7 @@ from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.guards import refuse_trained, refuse_while_batching
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
-from adapterzoo.model.sharding import class_name, refuse_if_sharded
+from adapterzoo.model.sharding import class_name, equalize, refuse_if_fixed
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, LoadOptions
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
@@ -107,7 +107,7 @@ def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
         DuplicateNameError: it is taken.
     """
     checked = check_name(name)
-    refuse_if_sharded(model, "Add it before fully_shard(model).")
+    refuse_if_fixed(model, "Add it before fully_shard(model).")
     if checked in model.heads and not overwrite_ok:
         raise DuplicateNameError(
             f"there is a head {checked!r}. Write another name, or overwrite_ok=True to replace it."
@@ -118,6 +118,7 @@ def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
 def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None:
     """Put a head into the model, replacing one of the same name."""
     drop_biases(model, name)
+    equalize(model, [head])
     model.heads[name] = head.train(model.training)
     listed = {**model.config.prediction_heads, name: head.config.to_dict()}
     model.config.prediction_heads = listed
@@ -134,7 +135,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
 def delete(model: Any, name: str) -> None:
     """Delete a head; no other head becomes active."""
     refuse_trained(model, name, find(model, name).parameters())
-    refuse_if_sharded(model, "Write model.active_head = None.")
+    refuse_if_fixed(model, "Write model.active_head = None.")
     drop_biases(model, name)
     del model.heads[name]
     listed = model.config.prediction_heads.items()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -24,8 +24,9 @@ from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
-from adapterzoo.model.sharding import class_name
+from adapterzoo.model.sharding import class_name, split_over
 from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
+from adapterzoo.tensor_parallel import is_part, whole_tensor
 
 from .backbone import describe
 from .task_classes import (
@@ -77,6 +78,8 @@ class ModelInfo:
             with_head: whether the user wants the head too.
         """
         self._model = model
+        self._is_split = split_over(model) is not None
+        self._gathered: dict[Tensor, Tensor] = {}
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
         self.model_type: str = config_of(model).model_type
@@ -114,7 +117,9 @@ class ModelInfo:
         return frozenset(output_tensors(self._model))
 
     def tensor(self, key: str) -> Tensor | None:
-        """Return a parameter or buffer, without merged adapters; None if there is none.
+        """Return a parameter or buffer, whole, without merged adapters; None if there is none.
+
+        A collective call if a `tp_plan` has split the model.
 
         Args:
             key: as in the state dict of the whole model.
@@ -124,13 +129,22 @@ class ModelInfo:
         start = base_prefix(self._model)
         layer = path.removeprefix(start) if path.startswith(start) else f"{HEAD}{path}"
         if name in merged.get(layer, {}):
-            return cast("Tensor", merged[layer][name])
+            return self._gathering(merged[layer][name])
         try:
             module = layer_at(self._model, path)
         except KeyError:
             return None
-        found = module._parameters.get(name)
-        return module._buffers.get(name) if found is None else found
+        own: Tensor | None = module._parameters.get(name)
+        found = module._buffers.get(name) if own is None else own
+        return None if found is None else self._gathering(found)
+
+    def _gathering(self, tensor: Tensor) -> Tensor:
+        # one object for one tensor: formats compare objects to find tied weights
+        if self._is_split and is_part(tensor):
+            if tensor not in self._gathered:
+                self._gathered[tensor] = whole_tensor(tensor)
+            return self._gathered[tensor]
+        return tensor
 
     def adapter_config(self, name: str) -> AdapterConfig:
         """Return the config of an adapter of the model.
