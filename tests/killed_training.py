@@ -11,20 +11,24 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
+import multiprocessing
 import random
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import TESTS
-from training_rank import ENGINES
+import transformers
+from families import tiny_config
+from ranks import ended, forked
+from training_rank import ENGINES, trainer_of
+
+from adapterzoo import AutoAdapterModel
 
 SAVE = 2
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -35,19 +39,15 @@ PATIENCE = 60.0
 # --- a rank ---
 
 
-def rank(engine: str, folder: Path, steps: int) -> None:
-    """Train, from the last checkpoint if there is one, and print each step."""
-    import transformers
-    from families import tiny_config
-    from training_rank import trainer_of
-
-    from adapterzoo import AutoAdapterModel
+def rank(engine: str, folder: Path, steps: int, told: Connection) -> None:
+    """Train, from the last checkpoint if there is one, and tell each step."""
 
     class Steps(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if args.process_index == 0:
-                print("step", state.global_step, flush=True)  # noqa: T201  the parent reads it
+                told.send(state.global_step)
 
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
     # with dropout, so that the states of the generators matter
     model: Any = AutoAdapterModel.from_config(tiny_config("bert"))
@@ -63,11 +63,10 @@ def rank(engine: str, folder: Path, steps: int) -> None:
     trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, ADAMW)
     trainer.add_callback(Steps())
     trainer.train(resume_from_checkpoint=started(folder))
-    if torch.distributed.is_initialized():
-        # see examples/distributed.py
-        del trainer
-        gc.collect()
-        torch.distributed.destroy_process_group()
+    # see examples/distributed.py
+    del trainer
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 def started(folder: Path) -> bool:
@@ -78,59 +77,34 @@ def started(folder: Path) -> bool:
 # --- the parent ---
 
 
-def start(engine: str, processes: int, folder: Path, steps: int) -> list[subprocess.Popen[str]]:
-    """Start the ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    common = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "WORLD_SIZE": str(processes),
-    }  # fmt: skip
-    command = [sys.executable, __file__, "--rank", "--engine", engine, "--steps", str(steps)]
-    command += ["--folder", str(folder)]
-    ranks = []
-    for number in range(processes):
-        own = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
-        with (folder.parent / f"{folder.name} {number}.txt").open("w") as errors:
-            pipes: Any = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-            ranks.append(subprocess.Popen(command, env=own, **pipes))
-    return ranks
+def start(
+    engine: str, processes: int, folder: Path, steps: int
+) -> tuple[list[ForkProcess], Connection]:
+    """Start the ranks; return them, and what tells their steps."""
+    heard, told = multiprocessing.Pipe(duplex=False)
+    ranks = forked(processes, rank, Path(f"{folder} rank"), engine, folder, steps, told)
+    # so that it ends with the ranks
+    told.close()
+    return ranks, heard
 
 
-def killed(ranks: list[subprocess.Popen[str]], at: int, draw: random.Random) -> int:
+def killed(ranks: list[ForkProcess], heard: Connection, at: int, draw: random.Random) -> int:
     """Kill a rank when a step is done, or somewhat later; return the last step seen."""
-    seen, stdout = 0, ranks[0].stdout
-    assert stdout is not None
-    for line in stdout:
-        seen = int(line.split()[1])
-        if seen >= at:
-            break
+    seen = 0
+    while seen < at:
+        seen = heard.recv()
     # also while a checkpoint is written
     time.sleep(draw.random() * 0.1)
     draw.choice(ranks).kill()
     return seen
 
 
-def ended(ranks: list[subprocess.Popen[str]]) -> list[int]:
-    """Return how the ranks end by themselves."""
-    deadline = time.monotonic() + PATIENCE
-    try:
-        for each in ranks:
-            each.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-    finally:
-        for each in ranks:
-            each.kill()
-    return [each.returncode for each in ranks]
-
-
-def undisturbed(engine: str, processes: int, folder: Path, steps: int) -> None:
-    """Train without a stop."""
-    ranks = start(engine, processes, folder, steps)
-    for each in ranks:
-        each.communicate(timeout=600)
-    assert [each.returncode for each in ranks] == [0] * processes, "the training has failed"
+def trained(engine: str, processes: int, folder: Path, steps: int) -> None:
+    """Train to the end."""
+    ranks, _heard = start(engine, processes, folder, steps)
+    codes = ended(ranks, 600)
+    if any(codes) or None in codes:
+        raise RuntimeError(f"the training has failed: {codes}, see {folder} rank")
 
 
 def disturbed(
@@ -138,24 +112,18 @@ def disturbed(
 ) -> list[int]:
     """Kill and resume; return the steps at which ranks were killed."""
     found: list[int] = []
-    while True:
-        done = max(map(number, folder.glob("checkpoint-*/trainer_state.json")), default=0)
-        ranks = start(engine, processes, folder, steps)
-        if len(found) < kills and done < steps - 1:
-            found.append(killed(ranks, draw.randint(done + 1, min(done + 3, steps - 1)), draw))
-            codes = ended(ranks)
-            # a rank that hangs would be killed by `ended`, with an error here
-            assert 0 not in codes, f"{codes}: a rank has ended as if nothing had happened"
-            continue
-        for each in ranks:
-            each.communicate(timeout=600)
-        assert [each.returncode for each in ranks] == [0] * processes, "it cannot be resumed"
-        return found
-
-
-def number(file: Path) -> int:
-    """The step of a checkpoint's file."""
-    return int(file.parent.name.removeprefix("checkpoint-"))
+    while len(found) < kills:
+        files = folder.glob("checkpoint-*/trainer_state.json")
+        done = max((int(f.parent.name.removeprefix("checkpoint-")) for f in files), default=0)
+        ranks, heard = start(engine, processes, folder, steps)
+        at = draw.randint(done + 1, min(done + 3, steps - 1))
+        found.append(killed(ranks, heard, at, draw))
+        codes = ended(ranks, PATIENCE)
+        if None in codes or 0 in codes:
+            raise RuntimeError(f"{codes}: a rank hangs, or has ended as if nothing had happened")
+        sys.stderr.write(f"killed at step {found[-1]}: {codes}\n")
+    trained(engine, processes, folder, steps)
+    return found
 
 
 def result(folder: Path, steps: int) -> dict[str, object]:
@@ -179,7 +147,6 @@ def result(folder: Path, steps: int) -> dict[str, object]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", action="store_true", help="used by the command itself")
     parser.add_argument("--engine", choices=ENGINES, default="DDP")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
@@ -187,14 +154,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
-    if given.rank:
-        warnings.simplefilter("ignore")
-        rank(given.engine, given.folder, given.steps)
-        return
     steps = given.steps or 2 * given.kills + 4
     with tempfile.TemporaryDirectory() as at:
         folder, draw = Path(given.folder or at), random.Random(given.seed)
-        undisturbed(given.engine, given.processes, folder / "undisturbed", steps)
+        trained(given.engine, given.processes, folder / "undisturbed", steps)
         found = disturbed(
             given.engine, given.processes, folder / "disturbed", steps, given.kills, draw
         )

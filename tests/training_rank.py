@@ -27,8 +27,15 @@ from transformers import TrainingArguments
 import adapterzoo
 from adapterzoo import AdapterTrainer, AutoAdapterModel, Seq2SeqAdapterTrainer
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = int(os.environ.get("RANK", "0"))
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 ROWS, STEPS, STOP = 8, 4, 2
 RATE = 0.2
 METHODS = {
@@ -124,7 +131,7 @@ def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dt
            "whisper": transformers.WhisperForConditionalGeneration}[family]  # fmt: skip
     plain = cls(config)
     if base == "4-bit":
-        at = folder / f"{family} of rank {RANK}"
+        at = folder / f"{family} of rank {rank()}"
         if not at.exists():
             plain.save_pretrained(at)
         own = AutoAdapterModel if trainer == "AdapterTrainer" else cls
@@ -174,7 +181,7 @@ def trainer_of(
         options["deepspeed"] = deepspeed_config(stage)
     options = {
         "output_dir": str(folder), "max_steps": STEPS, "save_steps": STOP,
-        "per_device_train_batch_size": ROWS // WORLD, "max_grad_norm": 0.0,
+        "per_device_train_batch_size": ROWS // world(), "max_grad_norm": 0.0,
         "lr_scheduler_type": "linear", "learning_rate": RATE, "use_cpu": engine not in SHARDED,
         "dataloader_pin_memory": False, "report_to": "none", "disable_tqdm": True, **options,
     }  # fmt: skip
@@ -209,7 +216,7 @@ def trainer_of(
             from accelerate.utils import ParallelismConfig
 
             args.parallelism_config = ParallelismConfig(
-                dp_replicate_size=WORLD // 2, dp_shard_size=2
+                dp_replicate_size=world() // 2, dp_shard_size=2
             )
         own = made()
     # momentum is a state that a checkpoint must have; Adam would make much of small differences
@@ -241,7 +248,7 @@ def check_sharded(engine: str, model: Any) -> None:
         trained = [p for p in parameters if p.requires_grad]
         right = all(hasattr(p, "_hp_mapping") for p in trained)
     else:
-        right = WORLD == 1 or dist.is_initialized()
+        right = world() == 1 or dist.is_initialized()
     if not right:
         raise RuntimeError(f"{engine} has not sharded")
 
@@ -272,17 +279,17 @@ def train(engine: str, case: str, folder: Path, way: str) -> None:
 
 def save(model: Any, folder: Path) -> None:
     """In all processes, which have equal bits."""
-    if WORLD > 1:
+    if world() > 1:
         model.verify_replicas()
     # the gather is collective where parameters are sharded
-    model.save_adapter(folder if RANK == 0 else folder.with_name(f"{folder.name} {RANK}"), "a")
+    model.save_adapter(folder if rank() == 0 else folder.with_name(f"{folder.name} {rank()}"), "a")
 
 
 def main(engine: str, folder: Path, way: str, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     for case in cases:
-        if RANK == 0 and way == "train":
+        if rank() == 0 and way == "train":
             shutil.rmtree(folder / case, ignore_errors=True)
         said = "done"
         try:
@@ -292,7 +299,7 @@ def main(engine: str, folder: Path, way: str, cases: list[str]) -> None:
             if "TRACE" in os.environ:
                 traceback.print_exc()
         gc.collect()
-        if RANK == 0:
+        if rank() == 0:
             print("case", case, said, flush=True)  # noqa: T201  the table reads it
     # see examples/distributed.py
     gc.collect()

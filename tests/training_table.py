@@ -14,19 +14,17 @@ compares. A cell says `right`, or which of the ways of `WAYS` is not:
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from ranks import TESTS
+import training_rank
+from ranks import TESTS, ended, forked
 from safetensors.torch import load_file
-from training_rank import BASES, ENGINES, IN_FLOAT32, METHODS, STOP, TRAINERS
+from training_rank import ENGINES, IN_FLOAT32, METHODS, STOP, TRAINERS
 
 PAGE = TESTS.parent / "docs" / "training-matrix.md"
 MARK = "<!-- `make training` writes what follows -->"
@@ -37,54 +35,47 @@ ONE = "1 process"
 PROCESSES = dict.fromkeys(ENGINES, (2, 4)) | {ONE: (1, 0), "HSDP": (4, 2)}
 # float64, and float32; four steps move the adapters by more than 1e-2
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-4}
+# methods at layers, which the base's format matters to
+QUANTIZED = ("lora", "dora")
 Cells = dict[tuple[str, str], str]
 """By case and engine."""
 
 
 def cases() -> list[str]:
     """`trainer/method/base`, in the order of the page."""
-    return [f"{t}/{m}/{b}" for t in TRAINERS for m in METHODS for b in BASES]
+    every = [(t, m) for t in TRAINERS for m in METHODS]
+    return [
+        f"{t}/{m}/{b}"
+        for t, m in every
+        for b in ("float", "4-bit")
+        if b != "4-bit" or m in QUANTIZED
+    ]
 
 
 # --- runs ---
 
 
-def launched(world: int, arguments: Iterable[object], timeout: float = 3000) -> dict[str, str]:
-    """Run `training_rank.py` in some processes; return what it says of each case.
-
-    A process that ends ends the others.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    command = [sys.executable, TESTS / "training_rank.py", *map(str, arguments)]
-    ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**common, **({**group, "RANK": f"{r}", "LOCAL_RANK": f"{r}"} if world > 1 else {})},
-        )
-        for r in range(world)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=timeout) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(err[-2000:] for _, err in outputs))
-    said = [line.split(" ", 2)[1:] for line in outputs[0][0].splitlines() if line[:5] == "case "]
-    return {case: text for case, text in said}
+def launched(
+    world: int, engine: str, folder: Path, way: str, chosen: list[str], seconds: float = 3000
+) -> dict[str, str]:
+    """Run cases in some processes; return what the first says of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / way
+    codes = ended(forked(world, training_rank.main, log, engine, folder, way, chosen), seconds)
+    said = [Path(f"{log} {rank}").read_text() for rank in range(world)]
+    if any(codes):
+        raise RuntimeError("\n".join(text[-2000:] for text in said))
+    lines = [line.split(" ", 2)[1:] for line in said[0].splitlines() if line[:5] == "case "]
+    return {case: text for case, text in lines}  # noqa: C416  lists of two
 
 
 def run(engine: str, chosen: Iterable[str], folder: Path) -> dict[tuple[str, str], str]:
     """Train cases with an engine, and resume elsewhere; return what the processes say."""
     chosen, (world, other) = [*chosen], PROCESSES[engine]
-    said = {("train", c): s for c, s in launched(world, [engine, folder, "train", *chosen]).items()}
+    first = launched(world, engine, folder, "train", chosen)
+    said = {("train", case): text for case, text in first.items()}
     if other:
-        again = launched(other, [engine, folder, "resume", *chosen])
+        again = launched(other, engine, folder, "resume", chosen)
         said |= {("elsewhere", case): text for case, text in again.items()}
     return said
 
@@ -198,14 +189,26 @@ def read(page: str) -> Cells:
     return found
 
 
-def main(engines: list[str]) -> int:
-    """Run all cases with the named engines, or all; return 1 if a cell is wrong."""
+def main(asked: list[str]) -> int:
+    """Run the named engines, trainers and bases, of each kind all if none is named.
+
+    Returns 1 if a cell is wrong.
+    """
+    engines = [each for each in asked if each in ENGINES] or [*ENGINES]
+    chosen = [
+        case
+        for case in cases()
+        for trainer, method, base in [case.split("/")]
+        if not {*TRAINERS} & {*asked} or trainer in asked
+        if not {*METHODS} & {*asked} or method in asked
+        if not {"float", "4-bit"} & {*asked} or base in asked
+    ]
     known, why = read(PAGE.read_text(encoding="utf-8")), []
     with tempfile.TemporaryDirectory() as folder:
         at = {engine: Path(folder) / re.sub(r"\W", "", engine) for engine in ENGINES}
-        for engine in dict.fromkeys([ONE, *(engines or ENGINES)]):
-            said = run(engine, cases(), at[engine])
-            for case in cases():
+        for engine in dict.fromkeys([ONE, *engines]):
+            said = run(engine, chosen, at[engine])
+            for case in chosen:
                 known[case, engine] = cell(engine, case, at[engine], at[ONE], said)
             why += [f"{engine} {at}: {text}\n" for at, text in said.items() if text != "done"]
             order = ((c, e) for c in cases() for e in ENGINES)
