@@ -46,7 +46,7 @@ def test_a_fault_of_one_process_ends_all(tmp_path):
     assert raised["after_full"] == [["resumed 4"]] * 2
     for lines in raised["other"]:
         assert lines[0].startswith("raised CheckpointError: checkpoint ")
-        assert "r=8" in lines[0]
+        assert "LoRAConfig(r=4)" in lines[0]
     assert raised["early"] == [["ended at 3"]] * 2
     # the process that has more batches finds the other one gone
     assert codes["unequal"].split()[0] == "1"

@@ -13,6 +13,7 @@ compares. A cell says `right`, or which of the ways of `WAYS` is not:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -189,12 +190,18 @@ def read(page: str) -> Cells:
     return found
 
 
-def main(asked: list[str]) -> int:
-    """Run the named engines, trainers and bases, of each kind all if none is named.
+def installed(engine: str) -> bool:
+    """Whether the package of an engine is there."""
+    return "deepspeed" not in ENGINES[engine] or importlib.util.find_spec("deepspeed") is not None
 
-    Returns 1 if a cell is wrong.
+
+def main(asked: list[str]) -> int:
+    """Run the named engines, trainers, methods and bases, of each kind all if none is named.
+
+    Returns 1 if a cell is wrong; with `--check`, which writes nothing, if one is not as the page has
+    it.
     """
-    engines = [each for each in asked if each in ENGINES] or [*ENGINES]
+    engines = [each for each in asked if each in ENGINES] or [*filter(installed, ENGINES)]
     chosen = [
         case
         for case in cases()
@@ -203,7 +210,8 @@ def main(asked: list[str]) -> int:
         if not {*METHODS} & {*asked} or method in asked
         if not {"float", "4-bit"} & {*asked} or base in asked
     ]
-    known, why = read(PAGE.read_text(encoding="utf-8")), []
+    page = read(PAGE.read_text(encoding="utf-8"))
+    known, why = dict(page), []
     with tempfile.TemporaryDirectory() as folder:
         at = {engine: Path(folder) / re.sub(r"\W", "", engine) for engine in ENGINES}
         for engine in dict.fromkeys([ONE, *engines]):
@@ -211,9 +219,12 @@ def main(asked: list[str]) -> int:
             for case in chosen:
                 known[case, engine] = cell(engine, case, at[engine], at[ONE], said)
             why += [f"{engine} {at}: {text}\n" for at, text in said.items() if text != "done"]
-            order = ((c, e) for c in cases() for e in ENGINES)
-            PAGE.write_text(render({key: known[key] for key in order if key in known}), "utf-8")
+            if "--check" not in asked:
+                order = ((c, e) for c in cases() for e in ENGINES)
+                PAGE.write_text(render({key: known[key] for key in order if key in known}), "utf-8")
     sys.stderr.write("".join(why))
+    if "--check" in asked:
+        return known != page
     return any(WRONG in text for text in known.values())
 
 
