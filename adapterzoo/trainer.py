@@ -363,6 +363,7 @@ class AdapterTrainer(Trainer):
 
         Args:
             output_dir: created if missing; None: that of the arguments.
+            _internal_call: whether `Trainer` itself calls, and pushes later.
         """
         with self._raised_in_all() if self._saves_checkpoint else nullcontext():
             if not self._is_sharded:

@@ -49,7 +49,7 @@ def test_a_fault_of_one_process_ends_all(tmp_path):
         assert "LoRAConfig(r=4)" in lines[0]
     assert raised["early"] == [["ended at 3"]] * 2
     # the process that has more batches finds the other one gone
-    assert codes["unequal"].split()[0] == "1"
+    assert "0" not in codes["unequal"].split()
     assert (tmp_path / "unequal" / "checkpoint-2" / "trainer_state.json").is_file()
 
 

@@ -198,8 +198,7 @@ def installed(engine: str) -> bool:
 def main(asked: list[str]) -> int:
     """Run the named engines, trainers, methods and bases, of each kind all if none is named.
 
-    Returns 1 if a cell is wrong; with `--check`, which writes nothing, if one is not as the page has
-    it.
+    Returns 1 if a cell is wrong; with `--check`, which writes nothing, if it is another one.
     """
     engines = [each for each in asked if each in ENGINES] or [*filter(installed, ENGINES)]
     chosen = [
