@@ -6,7 +6,9 @@ A checkpoint holds adapters, heads and the state of the training; the base model
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -14,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
+)
 
 from . import hosts
 from .anatomy import unwrapped, without_wrappers
@@ -25,14 +32,13 @@ from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, set_rates
-from .model import checkpointing, fusion
+from .model import checkpointing, fusion, sharding
 from .model.heads import named
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
-from .model.hotswap import Write, write
+from .model.hf import engines
 from .model.mixin import AdapterModelMixin
-from .model.sharding import class_name, gathered, in_first_process, split_over
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -103,21 +109,20 @@ class AdapterTrainer(Trainer):
 
         Raises:
             ConfigError: `tokenizer` and `processing_class` are two different objects.
-            StateError: the model has no adapters, none is active, or it is sharded.
+            StateError: the model has no adapters, or none is active.
         """
         processing_class = one_of(tokenizer=tokenizer, processing_class=processing_class)
         self._adapter_names = adapter_names
         own = kwargs.get("optimizers") or ()
         self._rates = _asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
         self._usual_count: float | None = None
+        self._saves_checkpoint = False
         if model is not None:
             self._take(model)
         cast("Any", super()).__init__(
             model, args, data_collator, train_dataset, eval_dataset,
             processing_class=processing_class, model_init=model_init, **kwargs,
         )  # fmt: skip
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise StateError("FSDP or DeepSpeed: its parts are not saved. Write Trainer(…).")
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
         if self._heads():
@@ -222,7 +227,7 @@ class AdapterTrainer(Trainer):
             labels = batch.get("labels")
             if not isinstance(labels, Tensor):
                 return None
-            causal = class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            causal = sharding.class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             return next_labels(labels) if causal else labels
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         mask = batch.get(f"{prefix}attention_mask")
@@ -320,12 +325,49 @@ class AdapterTrainer(Trainer):
 
     # --- checkpoints ---
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, as `Trainer` does.
+
+        Args:
+            resume_from_checkpoint: a folder; True: the last one that was written to its end.
+            *args: as `Trainer.train` takes them.
+            **kwargs: likewise.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_checkpoint(Path(cast("str", self.args.output_dir)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Return whether an engine may have only a part of each parameter in a process."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save adapters and heads; call it in all processes.
+
+        Args:
+            output_dir: created if missing; None: that of the arguments.
+            _internal_call: whether `Trainer` itself calls, and pushes later.
+        """
+        with self._raised_in_all() if self._saves_checkpoint else nullcontext():
+            if not self._is_sharded:
+                super().save_model(output_dir, _internal_call)
+                return
+            # Trainer gathers the base model for FSDP and DeepSpeed, or saves nothing
+            self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        # the tensors of a split model are gathered in all processes
-        if not self.args.should_save and split_over(self._adapted) is None:
-            return
         folder = Path(output_dir or cast("str", self.args.output_dir))
-        save_trained(self._adapted, folder, self._part())
+        if self._saves_checkpoint:
+            _refuse_another(self._part(), folder)
+        is_divided = sharding.groups_of(self._adapted) or sharding.split_over(self._adapted)
+        if self.args.should_save or is_divided:
+            # parts are gathered in all processes, and the first one writes
+            save_trained(self._adapted, folder, self._part())
         if not self.args.should_save:
             return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -333,11 +375,73 @@ class AdapterTrainer(Trainer):
             processing.save_pretrained(str(folder))
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # in all processes, unlike save_model, which a user may call in the first one alone
+        self._saves_checkpoint = True
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self._saves_checkpoint = False
+
+    def _raised_in_all(self) -> AbstractContextManager[None]:
+        return sharding.raised_in_all(self.args.world_size)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:
+            with engines.without_frozen(self.model_wrapped):
+                super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # as one process writes it, for any number of processes to resume from
+        state = sharding.whole_state(self.optimizer) if self.is_fsdp_enabled else None
+        with self._raised_in_all():
+            if state is None:
+                super()._save_optimizer_and_scheduler(output_dir)
+            elif self.args.should_save:
+                torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+                torch.save(self._scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.lr_scheduler
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # the state of the trainer, which is written next, tells that all processes are done
+        with self._raised_in_all():
+            super()._save_rng_state(output_dir)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        prepare = cast("Any", super())._prepare_for_training
+        if not self.is_deepspeed_enabled or resume_from_checkpoint is None:
+            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = prepare(max_steps, train_dataloader, None)
+        self._load_from_checkpoint(resume_from_checkpoint)
+        engines.load(self.model_wrapped, Path(resume_from_checkpoint))
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._load_scaler(resume_from_checkpoint)
+        return prepared
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        engines.refuse_other(folder)
+        if not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif (folder / OPTIMIZER_NAME).is_file():
+            optimizer, scheduler = (
+                torch.load(folder / name, "cpu", weights_only=True)
+                for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+            )
+            sharding.load_state(self.optimizer, optimizer)
+            self._scheduler.load_state_dict(scheduler)
+
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        folder = Path(resume_from_checkpoint)
-        if not (folder / TRAINER_STATE_NAME).is_file():
+        if not _is_whole(Path(resume_from_checkpoint)):
             raise CheckpointError(
                 f"{resume_from_checkpoint!r} has no {TRAINER_STATE_NAME}. Write the one before it."
             )
@@ -347,7 +451,7 @@ class AdapterTrainer(Trainer):
         self._restore(cast("str", self.state.best_model_checkpoint))
 
     def _restore(self, folder: str) -> None:
-        with naming(f"checkpoint {folder!r}"):
+        with self._raised_in_all(), naming(f"checkpoint {folder!r}"):
             restore_trained(self._adapted, Path(folder), self._part())
 
     def _part(self) -> Part:
@@ -394,6 +498,32 @@ def _hint(model: Any) -> str:
     if names:
         return f"Write model.train_adapter({names[0]!r})."
     return "Write model.add_adapter('my_task', 'seq_bn') and model.train_adapter('my_task')."
+
+
+def _last_checkpoint(folder: Path) -> str | bool:
+    """Return the last checkpoint below a folder that is whole; True if there is none."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    paths = [path for path, number in numbers.items() if number.isdigit() and _is_whole(path)]
+    return str(max(paths, key=lambda path: int(numbers[path]))) if paths else True
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a checkpoint has been written to its end, where the trainer's state is."""
+    return bool(files.fields_of(folder / TRAINER_STATE_NAME))
+
+
+def _refuse_another(part: Part, folder: Path) -> None:
+    """Refuse to write into the checkpoint of another training.
+
+    Raises:
+        CheckpointError: it has other adapters too, so that nobody could resume from it.
+    """
+    there = {path.parent.name for path in folder.glob("*/adapter.safetensors")}
+    if others := sorted(there - {*part.adapters}):
+        raise CheckpointError(
+            f"{str(folder)!r} has the adapters {listing(others)} of another training. "
+            "Write another output_dir."
+        )
 
 
 # --- Training checkpoints: all trained parameters of a model in one folder ---
@@ -448,9 +578,11 @@ def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) ->
     for name in part.fusions:
         adapters = model._adapter_state.fusions[name].adapters
         fusion.save(model, folder / name, Fuse(*adapters, name=name))
-    if tensors := gathered(unfrozen(model, part.trained)):
+    sharding.reshard(model)
+    if tensors := sharding.gathered(unfrozen(model, part.trained)):
         document = {"format": native.FORMAT, "version": native.VERSION}
-        in_first_process(model, lambda: files.write_tensors(folder / UNFROZEN, document, tensors))
+        write = functools.partial(files.write_tensors, folder / UNFROZEN, document, tensors)
+        sharding.in_first_process(model, write)
 
 
 def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None) -> None:
@@ -465,14 +597,19 @@ def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None)
         CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
             filled.
     """
-    writes: list[Write] = []
-    for what, saved, own in _filled(model, folder, part or Part.whole(model)):
-        try:
-            fit.check_fit(type(model).__name__, saved, own, None)
-        except CheckpointError as error:
-            raise CheckpointError(f"{what}: {error}") from error
-        writes += [Write(own[key], tensor) for key, tensor in saved.items()]
-    write(writes)
+    part = part or Part.whole(model)
+    writes: list[tuple[Tensor, Tensor]] = []
+    # a forward leaves whole tensors in place of the parts that are to be filled
+    sharding.reshard(model)
+    free = unfrozen(model, part.trained).values()
+    with sharding.gathering(model, _modules(model, part), free):
+        for what, saved, own in _filled(model, folder, part):
+            try:
+                fit.check_fit(sharding.class_name(model), saved, own, None)
+            except CheckpointError as error:
+                raise CheckpointError(f"{what}: {error}") from error
+            writes += [(own[key], tensor) for key, tensor in saved.items()]
+    sharding.fill(writes)
 
 
 def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -482,6 +619,14 @@ def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[s
         found = record_of(model, name)
         owned |= {id(t) for t in found.tensors.values()} if found is not None else set()
     return {without_wrappers(name): p for name, p in trained.items() if id(p) not in owned}
+
+
+def _modules(model: AdaptedModel, part: Part) -> Iterator[nn.Module]:
+    """Yield the modules of adapters and fusions."""
+    for name in part.adapters:
+        yield from (module for _, module in modules_of(model, name))
+    for name in part.fusions:
+        yield from (layer for _, layer in fusion_modules(model, name))
 
 
 def has_frozen_matrix(model: AdaptedModel) -> bool:
@@ -495,7 +640,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
         for module in model._backbone.modules()
         if not isinstance(module, nn.Embedding)
         for p in module._parameters.values()
-        if p is not None and p.dim() > 1 and id(p) not in own
+        if p is not None and sharding.dim_of(p) > 1 and id(p) not in own
     )
 
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -163,7 +164,9 @@ def size_of(parameter: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
+def gathering(
+    model: Any, modules: Iterable[nn.Module], parameters: Iterable[Tensor] = ()
+) -> Iterator[None]:
     """Let the parameters of adapters and heads be whole within the block, under ZeRO stage 3.
 
     A collective call if they are partitioned. The tables of tokens and all that is outside of the
@@ -172,6 +175,7 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     Args:
         model: with adapters.
         modules: of adapters, in the same order in all processes.
+        parameters: others that are to be whole.
     """
     if not (_may_be_sharded() and any(map(_is_partitioned, model.parameters()))):
         yield
@@ -181,20 +185,29 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     outside = [] if backbone is model else [*model.children()]
     outside = [child for child in outside if unwrapped(child) is not backbone]
     every = (*modules, *outside, *(table for table in tables if table is not None))
-    parameters = dict.fromkeys(p for module in every for p in module.parameters())
-    with _partitioned(parameters):
+    whole = dict.fromkeys((*(p for module in every for p in module.parameters()), *parameters))
+    with _partitioned(whole):
         yield
 
 
-def _partitioned(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which those of these tensors that ZeRO has partitioned are whole."""
-    # those that are whole already must not be gathered again
-    own = [t for t in tensors if _is_partitioned(t) and t.numel() != size_of(t)]
+def _partitioned(
+    tensors: Iterable[Tensor], modifier_rank: int | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which those of these tensors that ZeRO has partitioned are whole.
+
+    Args:
+        tensors: some of them partitioned.
+        modifier_rank: the process whose values all get at the end; None: nothing is changed.
+    """
+    own = [t for t in tensors if _is_partitioned(t)]
+    if modifier_rank is None:
+        # those that are whole already must not be gathered again
+        own = [t for t in own if t.numel() != size_of(t)]
     if not own:
         return contextlib.nullcontext()
     # a model with such parameters has imported it
     gather: Any = sys.modules["deepspeed"].zero.GatheredParameters
-    return cast("contextlib.AbstractContextManager[Any]", gather(own))
+    return cast("contextlib.AbstractContextManager[Any]", gather(own, modifier_rank=modifier_rank))
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,6 +231,84 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     with _partitioned(tensors.values()):
         return {key: whole(tensor) for key, tensor in tensors.items()}
+
+
+def fill(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write whole values into tensors, of each of which this process may have only a part.
+
+    A collective call under ZeRO stage 3, where the values of the first process count.
+
+    Args:
+        values: tensors of a resharded model with what they get, the same in all processes.
+    """
+    values = [(tensor, value.detach()) for tensor, value in values]
+    # the first process gives what it has gathered to the others
+    with torch.no_grad(), _partitioned((tensor for tensor, _ in values), modifier_rank=0):
+        for tensor, value in values:
+            if _is_dtensor(tensor):
+                cast("Any", tensor).to_local().copy_(_part_of(value, tensor).to_local())
+            else:
+                tensor.copy_(value)
+    for tensor, value in values:
+        _set_master(tensor, value)
+
+
+def _part_of(value: Tensor, like: Any) -> Any:
+    """Return this process's part of a tensor that all processes have, without communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = like.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+
+
+def _set_master(tensor: Any, value: Tensor) -> None:
+    """Give DeepSpeed the values from which its next step begins.
+
+    Every stage of ZeRO keeps the trained parameters a second time, in float32, and overwrites the
+    model's with those (DeepSpeed 0.19.8).
+    """
+    if hasattr(tensor, "_z3_optimizer"):
+        # the function for whole values fails where the parts are padded
+        sys.modules["deepspeed"].utils.safe_set_local_fp32_param(tensor, tensor.ds_tensor.data)
+    elif hasattr(tensor, "_hp_mapping"):
+        sys.modules["deepspeed"].utils.safe_set_full_fp32_param(tensor, value.to(tensor.device))
+
+
+def whole_state(optimizer: Any) -> dict[str, Any]:
+    """Return the state of an optimizer over sharded parameters, as one process would have it.
+
+    A collective call.
+
+    Args:
+        optimizer: of a resharded model, not of DeepSpeed.
+    """
+    state = optimizer.state_dict()
+    whole = {}
+    for number, own in state["state"].items():
+        tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+        whole[number] = {**own, **gathered(tensors)}
+    return {**state, "state": whole}
+
+
+def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Give an optimizer over sharded parameters its part of what `whole_state` returned.
+
+    Args:
+        optimizer: of the same parameters, on any number of processes.
+        state: in all processes.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    own = dict(zip(numbers, parameters, strict=True))
+
+    def part(number: int, value: Any) -> Any:
+        parameter = own[number]
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return _part_of(value, parameter) if _is_dtensor(parameter) else value
+
+    parts = {n: {k: part(n, v) for k, v in each.items()} for n, each in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": parts})
 
 
 def in_first_process(model: Any, write: Callable[[], None]) -> None:
@@ -247,6 +338,35 @@ def in_first_process(model: Any, write: Callable[[], None]) -> None:
         dist.broadcast_object_list(failure, dist.get_global_rank(group, 0), group)
     if failure[0] is not None:
         raise CheckpointError(failure[0])
+
+
+@contextlib.contextmanager
+def raised_in_all(processes: int) -> Iterator[None]:
+    """Raise an error of one process in all of them, so that none waits for it.
+
+    A collective call; within the block the processes do not wait for one another.
+
+    Args:
+        processes: how many there are; one alone tells nobody.
+
+    Raises:
+        CheckpointError: another process has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        _exchanged(str(error), processes)
+        raise
+    for rank, message in enumerate(_exchanged(None, processes)):
+        if message is not None:
+            raise CheckpointError(f"process {rank}: {message}")
+
+
+def _exchanged(message: str | None, processes: int) -> list[str | None]:
+    messages: list[str | None] = [message] * processes
+    if processes > 1:
+        dist.all_gather_object(messages, message)
+    return messages
 
 
 def class_name(model: Any) -> str:
