@@ -11,7 +11,6 @@ from adapterzoo.errors import SiteError
 
 # names under which people look for a type, if they are not that of its class
 KNOWN_AS: Mapping[str, str] = {
-    "audio-spectrogram-transformer": "AST",
     "camembert": "French BERT",
     "cohere": "Command R",
     "cohere2": "Command R7B, Command A",
@@ -108,15 +107,16 @@ def _row(model_type: str, layers: tuple[str, ...], cells: Mapping[str, str]) -> 
     cls = modeling_auto.MODEL_MAPPING_NAMES[model_type]
     names = [(cls if isinstance(cls, str) else cls[0]).removesuffix("Model")]
     names += filter(None, [KNOWN_AS.get(model_type)])
-    works = [name for column, name in _METHODS.items() if cells.get(column)]
+    passed = {column for column, text in cells.items() if text.startswith("✓")}
+    works = [name for column, name in _METHODS.items() if column in passed]
     tested = any(cells.get(column) for column in (*_METHODS, "prefix_tuning", "prompt_tuning"))
     adapters = "all" if len(works) == len(_METHODS) else ", ".join(works)
     shown = (
         ", ".join(names),
         f"`{model_type}`",
         adapters or ("none" if tested else "untested"),
-        "✓" if cells.get("prefix_tuning") else "",
-        "✓" if cells.get("prompt_tuning") else "",
+        "✓" if "prefix_tuning" in passed else "",
+        "✓" if "prompt_tuning" in passed else "",
         ", ".join(name for name, tasks in _TASKS if has(*tasks)),
         "✓" if has(*_GENERATE) else "",
         " ".join(f"`{name}`" for name in layers) or "–",
