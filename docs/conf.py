@@ -46,6 +46,7 @@ html_theme = "furo"
 html_title = f"adapterzoo {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["find.js"]
 html_show_sphinx = False
 html_show_copyright = False
 html_math_renderer = "mathml"

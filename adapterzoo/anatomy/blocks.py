@@ -29,6 +29,7 @@ from .patterns import (
     FINAL_NORM,
     FUSED,
     INNER_NORM,
+    MIXER,
     MLP,
     NORM_CLASS,
     NORM_NAME,
@@ -72,7 +73,7 @@ def read_block(branch: Branch, stack: str) -> Block:
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
     samples = any(site.path.endswith(".sampling_offsets") for site in sites)
     # the stream is as wide as most output projections
-    outs = ("attention_out", "mlp_out")
+    outs = ("attention_out", "mixer_out", "mlp_out")
     widths = Counter(s.d_out for s in sites if s.role in outs and s.kind == "linear")
     widths.update(s.d_out for s in sites if s.role == "mlp_out" and s.kind == "experts")
     block = Block(
@@ -251,6 +252,12 @@ def roles_of(branch: Branch) -> dict[tuple[str, str | None], Role]:
         inner.add(root)
         for out in outs:
             roles[out, None] = "attention_out"
+    for core in mixers_of(branch):
+        if not any(below(core, root) for root in inner):
+            inner.add(core)
+            for layer in (s for s in linears if below(s.path, core)):
+                named = (role for role, names in MIXER if names.search(layer.path))
+                roles[layer.path, None] = next(named, roles[layer.path, None])
     fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
     for layer in linears:
         taken = roles[layer.path, None] != "other" or layer.path in fixed
@@ -264,6 +271,14 @@ def roles_of(branch: Branch) -> dict[tuple[str, str | None], Role]:
             # a feed-forward part without a gate whose layer is named like one (TimesFM)
             roles[key] = "mlp_in"
     return roles
+
+
+def mixers_of(branch: Branch) -> Iterator[str]:
+    """Yield the paths of the modules below a branch that mix tokens in each channel apart."""
+    for path, module in branch.modules:
+        children = module.children() if path else ()
+        if any(isinstance(m, nn.Conv1d) and m.groups == m.in_channels > 1 for m in children):
+            yield path
 
 
 def _way_out(
@@ -457,7 +472,7 @@ def _with_sublayers(block: Block, branch: Branch, row: Row) -> Block:
     away = [pattern for pattern, out in row.outs.items() if not out]
     parts = [
         part
-        for part in (*_attentions(sites), *_mlps(sites))
+        for part in (*_attentions(sites), *_mixers(sites), *_mlps(sites))
         if not any(re.fullmatch(pattern, part.out) for pattern in away)
     ]
     if not parts or (row.note and not row.mixed | row.apart):
@@ -505,6 +520,16 @@ def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
             reader = site.path
         root = common(near.path, site.path)
         yield _Part("cross" if site.cross else "attention", site.path, reader, root)
+
+
+def _mixers(sites: tuple[Site, ...]) -> Iterator[_Part]:
+    if any(site.role in ATTENTION_ROLES for site in sites):
+        return
+    for site in sites:
+        if site.role == "mixer_out":
+            # the module: kernels that fuse all of it read the projection without a call
+            root = parent(site.path)
+            yield _Part("mixer", root, root, root)
 
 
 def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
@@ -589,11 +614,12 @@ def _assign(
         for part in parts:
             part.norms.setdefault("pre", alone)
         return
-    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
+    kinds: tuple[SubLayerKind, ...] = ("attention", "mixer", "cross", "mlp")
     for owner in dict.fromkeys(map(parent, numbered)):
         beside = sorted(name for name in numbered if parent(name) == owner)
         below = [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
-        by_kind = len(below) <= len(kinds)
+        # no block has both attention and a mixer among its parts
+        by_kind = len(below) < len(kinds)
         below.sort(key=lambda part: kinds.index(part.kind) if by_kind else part.place)
         for name, part in zip(beside, below, strict=False):
             part.norms.setdefault("at", name)
@@ -603,7 +629,7 @@ def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part
     """Return the sub-layers of a kind that are nearest to a norm by path."""
     same = [p for p in parts if p.kind == kind]
     if not same and kind == "attention":
-        same = [p for p in parts if p.kind == "cross"]
+        same = [p for p in parts if p.kind in ("mixer", "cross")]
     if not same:
         return []
     # a norm may have the sub-layer's name too, as `ffn2_layer_norm`

@@ -26,10 +26,18 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .blocks import layers_of, linear_shape, projection_role, read_block, roles_of, row_of
+from .blocks import (
+    layers_of,
+    linear_shape,
+    mixers_of,
+    projection_role,
+    read_block,
+    roles_of,
+    row_of,
+)
 from .inputs import attentions_of, entry_of, positions_of, table_of, tokens_of
 from .patterns import CHANNEL_NORM_CLASS, NORM_CLASS, Row
-from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
+from .sites import ATTENTION_ROLES, MIXER_ROLES, Anatomy, Block, Kind, Role, Site
 from .tree import HEAD, Branch, Tree, below, joined
 
 
@@ -151,15 +159,20 @@ def _stacks(tree: Tree) -> Iterator[str]:
     """
 
     @functools.cache
-    def attends(path: str) -> bool:
+    def mixes(path: str) -> bool:
         branch = Branch(tree, path)
         row = row_of(branch)
         layers = () if row.outside else layers_of(branch, row)
-        return any(projection_role(layer, row) in ATTENTION_ROLES for layer in layers)
+        if any(projection_role(layer, row) in ATTENTION_ROLES for layer in layers):
+            return True
+        return any(mixers_of(branch)) and not roles_in(path).isdisjoint(MIXER_ROLES)
+
+    def roles_in(path: str) -> set[Role]:
+        return {*roles_of(Branch(tree, path)).values()}
 
     @functools.cache
     def is_block(path: str) -> bool:
-        return attends(path) and "mlp_out" in roles_of(Branch(tree, path)).values()
+        return mixes(path) and not roles_in(path).isdisjoint(("mixer_out", "mlp_out"))
 
     elements = {
         path: tree.children(path)
@@ -173,7 +186,7 @@ def _stacks(tree: Tree) -> Iterator[str]:
         inner = (own for path, own in elements.items() if path.startswith(f"{container}."))
         if any(is_block(element) for own in inner for element in own):
             continue
-        if any(attends(element) for element in elements[container]):
+        if any(mixes(element) for element in elements[container]):
             taken.append(container)
             yield container
 

@@ -74,7 +74,7 @@ NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
 
 # norms inside attention or the feed-forward part, which are not on the stream
 INNER_NORM = re.compile(
-    r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert"
+    r"^(q|k|kv|q_a|kv_a|o|v|dt|b|c|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert"
 )
 
 # other modules that change a sub-layer's output before the addition: learned gains and short
@@ -142,6 +142,13 @@ ATTENTION_OUT: tuple[re.Pattern[str], ...] = (
           "Wo", "wo", "c_proj", "projection_layer", "output_proj", "final"),
     tail("output", r"\w*output\.dense", "projection", "dense", "proj", "post"),
 )  # fmt: skip
+
+# the projections of a mixer, a module with a convolution of each channel over time: state-space
+# models, recurrences, gated convolutions
+MIXER: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("mixer_in", tail("in_proj", "linear_x", "linear_y", "linear_start", "pointwise_lin1")),
+    ("mixer_out", tail("out_proj", "linear_out", "linear_end", "pointwise_lin2")),
+)
 
 # the feed-forward part, sought only outside of attention
 MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (

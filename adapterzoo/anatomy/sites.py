@@ -46,6 +46,8 @@ Role = Literal[
     "value",
     "qkv",
     "attention_out",
+    "mixer_in",
+    "mixer_out",
     "mlp_in",
     "mlp_gate",
     "mlp_out",
@@ -57,11 +59,14 @@ Kind = Literal[
     "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry", "positions",
     "layer", "convolution",
 ]  # fmt: skip
-SubLayerKind = Literal["attention", "cross", "mlp"]
+SubLayerKind = Literal["attention", "mixer", "cross", "mlp"]
 
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
+MIXER_ROLES: tuple[Role, ...] = ("mixer_in", "mixer_out")
 MLP_ROLES: tuple[Role, ...] = ("mlp_in", "mlp_gate", "mlp_out")
-ROLES: tuple[Role, ...] = (*ATTENTION_ROLES, *MLP_ROLES, "embedding", "lm_head", "other")
+ROLES: tuple[Role, ...] = (
+    *ATTENTION_ROLES, *MIXER_ROLES, *MLP_ROLES, "embedding", "lm_head", "other"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +206,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class SubLayer:
-    """Attention or feed-forward part of a block, and where it meets the residual stream.
+    """Attention, mixer or feed-forward part of a block, and where it meets the residual stream.
 
     With `inp` the first input of `source` and `h` the output of `out`, the stream becomes
     `inp + h`, or `inp + c h` if the architecture scales the branch by a constant.
 
     Attributes:
-        kind: self-attention (also its linear relatives), cross-attention or feed-forward.
+        kind: self-attention (also its linear relatives), the state-space model, recurrence or
+            convolution that a block has instead, cross-attention or feed-forward.
         out: path of the module whose output is added to the residual stream.
         source: path of the module whose first input is the residual stream before the
             sub-layer: the norm before it, or its first layer in post-LN blocks.
@@ -231,7 +237,8 @@ class Block:
         d_model: width of the residual stream.
         sites: every layer of the block with a weight matrix, whole, each with its role.
         parts: the parts of the fused layers among them.
-        sublayers: attention, cross-attention and feed-forward parts, in the block's order.
+        sublayers: attention or mixer, cross-attention and feed-forward parts, in the block's
+            order.
         post_norm: whether norms follow the residual additions (post-LN).
         absent: roles that the block lacks because it takes the values from elsewhere, such as
             keys and values that several blocks share.
@@ -287,11 +294,26 @@ class Block:
 
         A Mamba layer among attention layers needs no query.
         """
-        family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
+        families = ATTENTION_ROLES, MIXER_ROLES, MLP_ROLES
+        family = next((each for each in families if role in each), ())
         if role not in family or role in self.absent:
             return False
         crossing = cross if role in ATTENTION_ROLES else None
         return any(self.named(member, crossing) for member in family)
+
+    def instead(self) -> tuple[Site, ...]:
+        """Return the projections of what the block has in place of attention.
+
+        They are those into and out of its mixer or, without one, of its feed-forward part. Of
+        routed experts none is among them if every token has an expert beside them.
+        """
+        if any(self.has(role) for role in ATTENTION_ROLES):
+            return ()
+        pairs: tuple[tuple[Role, ...], ...] = MIXER_ROLES, ("mlp_in", "mlp_out")
+        for pair in pairs:
+            if found := tuple(site for role in pair for site in self.named(role)):
+                return tuple(site for site in found if not site.is_routed) or found
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor
 
 from adapterzoo.anatomy import HEAD, Anatomy, Role, Site, in_whole, shown
+from adapterzoo.anatomy.sites import MIXER_ROLES
 from adapterzoo.averaging import Combination
 from adapterzoo.config import (
     MAX_WIDTH,
@@ -48,7 +49,7 @@ from adapterzoo.spelling import same
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
     {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
-     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
+     "mixers", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
@@ -65,8 +66,9 @@ _NUMBER = re.compile(r"(?:.*?\.)??[^.]*\.(\d+)\.")
 # keys of `get_adapter`, as in adapters
 _LOCATIONS: dict[Role, str] = {
     "query": "selfattn_lora", "key": "selfattn_lora", "value": "selfattn_lora",
-    "qkv": "selfattn_lora", "attention_out": "selfattn_lora", "mlp_in": "intermediate_lora",
-    "mlp_gate": "intermediate_lora", "mlp_out": "output_lora",
+    "qkv": "selfattn_lora", "attention_out": "selfattn_lora", "mixer_in": "selfattn_lora",
+    "mixer_out": "selfattn_lora", "mlp_in": "intermediate_lora", "mlp_gate": "intermediate_lora",
+    "mlp_out": "output_lora",
 }  # fmt: skip
 
 
@@ -103,6 +105,10 @@ class TargetedConfig(AdapterConfig):
         intermediate_lora: adapt the first feed-forward layer (the up projection of gated ones).
         output_lora: adapt the second feed-forward layer.
         attn_matrices: any of "q", "k", "v", "o".
+        mixers: where a block has no attention, `selfattn_lora` means what it has instead: a
+            state-space model, recurrence or convolution or, if nothing else is adapted there, the
+            feed-forward part. Its projections from the stream stand for "q", "k" and "v", that
+            back to the stream for "o".
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
@@ -126,6 +132,7 @@ class TargetedConfig(AdapterConfig):
     intermediate_lora: bool = False
     output_lora: bool = False
     attn_matrices: tuple[str, ...] = field(("q", "v"), Matrices())
+    mixers: bool = field(True, ours=True)
     leave_out: tuple[int, ...] = field((), Layers())
     target_modules: str | tuple[str, ...] | None = field(None, Targets())
     target_parameters: tuple[str, ...] | None = field(None, Parameters(), ours=True)
@@ -196,15 +203,14 @@ class TargetedConfig(AdapterConfig):
                 f"{listing(missing)} in any stack. Write layers_to_transform={near}."
             )
         by_role = self.target_modules is None and self.target_parameters is None
-        if not anatomy.blocks and (by_role or self.target_modules == ALL_LINEAR):
+        if by_role and not anatomy.blocks:
             raise SiteError(
                 f"{self._name}: this model has no transformer blocks: {anatomy.reason}. Write "
-                f"target_modules=[…], with the names of the layers to adapt."
+                f"target_modules='all-linear', or the names of the layers to adapt."
             )
         if by_role:
             blocks = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
-            roles = self._roles() if blocks else []
-            sites: Sequence[Site] = anatomy.select(*roles, cross=None, layers=blocks)
+            sites: Sequence[Site] = self._by_role(anatomy, blocks)
         else:
             names, parameters = self.target_modules, self.target_parameters
             layers = layers_named(self._name, names, anatomy) if names else []
@@ -266,6 +272,37 @@ class TargetedConfig(AdapterConfig):
         first, *others = [config.acts(anatomy) for config in configs]
         return cls.choosing if all(other == first for other in others) else frozenset()
 
+    def _by_role(self, anatomy: Anatomy, layers: Collection[int]) -> Sequence[Site]:
+        """Return the layers of the roles, and what stands for attention in blocks without.
+
+        Args:
+            anatomy: of the model.
+            layers: numbers of the blocks.
+
+        Raises:
+            SiteError: no block has a role, or one lacks it.
+        """
+        roles = self._roles() if layers else []
+        found: list[Site] = []
+        if self.mixers and self.selfattn_lora:
+            blocks = [block for block in anatomy.blocks if block.layer in layers]
+            for block in blocks:
+                mixes = any(block.named(role) for role in MIXER_ROLES)
+                if mixes or not any(block.named(role) for role in roles):
+                    found += [site for site in block.instead() if self._stands_in(site.role)]
+            if found:
+                # Mamba has neither attention nor a feed-forward part
+                roles = [role for role in roles if any(block.has(role) for block in blocks)]
+        # without roles, `select` says what is missing
+        if roles or not found:
+            found += anatomy.select(*roles, cross=None, layers=layers)
+        return sorted(found, key=lambda site: site.layer)
+
+    def _stands_in(self, role: Role) -> bool:
+        """Return whether a role of a mixer or of the feed-forward part stands for attention."""
+        out = role in ("mixer_out", "mlp_out")
+        return any((matrix == "o") == out for matrix in self.attn_matrices)
+
     def _roles(self) -> list[Role]:
         roles = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []
         if self.intermediate_lora:
@@ -312,14 +349,17 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     Raises:
         SiteError: a name matches no layer.
     """
-    if wanted == ALL_LINEAR:
-        return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
     whole = [s for s in anatomy if s.parameter is None or s.is_of_attention]
     sites = [*(site for site in whole if site.is_used), *anatomy.named]
+    linears = [site for site in anatomy.linears() if site.is_called]
+    # without blocks, all but the layer onto the vocabulary, as in PEFT
+    inside = [s for s in linears if (s.layer >= 0 if anatomy.blocks else s.role != "lm_head")]
+    if wanted == ALL_LINEAR and inside:
+        return inside
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:
-        every = "target_modules='all-linear', or " if anatomy.blocks else ""
+        every = "target_modules='all-linear', or " if inside else ""
         hint = f"Write {every}some of these names: {names_of(sites)}."
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "

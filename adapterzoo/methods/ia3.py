@@ -109,6 +109,10 @@ class IA3Config(TargetedConfig):
         read_by: Role = "mlp_out" if self.convention == "paper" else "mlp_in"
         return list(dict.fromkeys(read_by if role == "mlp_in" else role for role in roles))
 
+    def _stands_in(self, role: Role) -> bool:
+        # the inner states of a mixer, too, are the input of its last layer
+        return role in ("mixer_out", "mlp_out") if self.convention == "paper" else "_in" in role
+
     def acts(self, anatomy: Anatomy) -> set[tuple[Site, str]]:
         """Return where an adapter acts, and whether on the input."""
         found = super().acts(anatomy)
@@ -118,8 +122,10 @@ class IA3Config(TargetedConfig):
         """Return whether the vector of a layer scales its input."""
         if self.feedforward_modules is not None:
             return matches(site.path, self.feedforward_modules)
-        by_role = self.target_modules is None and self.intermediate_lora
-        return by_role and site.role == "mlp_out" and self.convention == "paper"
+        by_role = self.target_modules is None and (
+            self.intermediate_lora or self.target_parameters is None
+        )
+        return by_role and site.role in ("mixer_out", "mlp_out") and self.convention == "paper"
 
 
 class IA3(WeightAdapter):

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias, cast
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import formats, hub
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    SiteError,
     StateError,
     argument,
     unknown_name,
@@ -288,6 +291,39 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     return names
 
 
+def of_members(members: Sequence[AdapterConfig]) -> AdapterConfig:
+    """Return the one config, or the union of several."""
+    return members[0] if len(members) == 1 else ConfigUnion(*members)
+
+
+def as_saved(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
+) -> AdapterConfig:
+    """Return the config of a file, without mixers if an earlier release wrote it.
+
+    Such releases adapted no block without attention, and their files do not say so.
+
+    Args:
+        config: in the file.
+        tensors: of the adapter in the file, by `<path>/<parameter>`.
+        anatomy: of the model.
+    """
+    there = {key.partition("/")[0] for key in tensors}
+
+    def paths(member: AdapterConfig) -> set[str]:
+        return {inject_path(placement.site) for placement in member.placements(anatomy)}
+
+    members = []
+    for member in config.members:
+        if member.get("mixers"):
+            without = member.replace(mixers=False)
+            with suppress(SiteError):
+                more = paths(member) - paths(without)
+                member = without if more and more.isdisjoint(there) else member
+        members.append(member)
+    return config if members == [*config.members] else of_members(members)
+
+
 def filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> AdapterRecord:
@@ -299,7 +335,7 @@ def filled(
     document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")
-    config = AdapterConfig.from_dict(document)
+    config = as_saved(AdapterConfig.from_dict(document), stored.adapter, model.anatomy)
     everywhere: set[str] = set()
     if leave_out:
         everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}
@@ -308,7 +344,7 @@ def filled(
             listed = tuple(member.to_dict().get("leave_out", ()))
             left_out = (*listed, *(n for n in leave_out if n not in listed))
             members.append(member.replace(leave_out=left_out))
-        config = members[0] if len(members) == 1 else ConfigUnion(*members)
+        config = of_members(members)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating
     meta = torch.device("meta")

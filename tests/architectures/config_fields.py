@@ -15,6 +15,8 @@ from typing import Any
 _MEANINGS: tuple[tuple[str, str], ...] = (
     (r"type_vocab|vocab_offset|vocab_.*divisible", "kept"),
     (r"vocab", "vocabulary"),
+    (r"axial_pos_shape", "sides"),
+    (r"num_pos_feats", "half"),
     (r"token_(id|ids|index)$|^_?pad_token|(^|_)(eos|bos|pad|unk|mask|sep)_(index|id)$", "token"),
     (r"image_size|img_size|^resolution$|crop_size|spec_size|pretrain_image", "image"),
     (r"num_position_embeddings", "grid"),

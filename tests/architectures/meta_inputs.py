@@ -24,12 +24,13 @@ _COMPANIONS = ("input_features_mask", "qformer_input_ids", "qformer_attention_ma
 _MODAL = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values")
 
 
-def of_model(model: nn.Module, *, modal: bool = False) -> dict[str, Any]:
+def of_model(model: nn.Module, *, modal: bool = False, more: bool = False) -> dict[str, Any]:
     """Keyword arguments for a model's forward: text where it reads text, else its own kind.
 
     Args:
         model: of real or meta tensors.
         modal: whether a model that reads text gets its other kinds of input too.
+        more: whether it gets what stands beside its main input too, see `_beside`.
     """
     config = getattr(model, "config", None)
     parameters = inspect.signature(model.forward).parameters
@@ -43,9 +44,138 @@ def of_model(model: nn.Module, *, modal: bool = False) -> dict[str, Any]:
         needed = parameter.default is inspect.Parameter.empty or (modal and name in _COMPANIONS)
         value = _gridded(name, config) if gridded else None
         value = _named(name, config, needed=needed) if value is None else value
+        value = _beside(name, config, made) if more and value is None else value
         if value is not None:
             made[name] = value
     return made
+
+
+# rows of features beside a sequence → the fields of configs with their width
+_ROWS: dict[str, tuple[str, ...]] = {
+    "encoder_hidden_states": ("encoder_hidden_size", "hidden_size"),
+    "visual_feats": ("visual_feat_dim",),
+    "visual_pos": ("visual_pos_dim",),
+    "states": ("state_dim",),
+    "actions": ("act_dim",),
+    "audio_mel": ("input_feat_size",),
+}
+# zeros that a model in training asks for, and others that mean the first of several
+_ZEROS = ("token_type_ids", "mm_token_type_ids", "past_values_padding")
+
+
+def _beside(name: str, config: Any, made: dict[str, Any]) -> Any:
+    """What some models read beside their main input, or in a form of their own."""
+    if name in _ROWS and (width := _get(config, *_ROWS[name])):
+        return _zeros(1, _TOKENS, width)
+    if name in ("rewards", "returns_to_go"):
+        return _zeros(1, _TOKENS, 1)
+    if name == "timesteps":
+        return torch.arange(_TOKENS)[None]
+    if name == "lang_ids":
+        return torch.zeros(1, dtype=torch.long)
+    if name == "freq":
+        return torch.zeros(1, 1, dtype=torch.long)
+    if name == "audio_mel_mask":
+        return torch.zeros(1, _TOKENS, dtype=torch.bool)
+    if name in _ZEROS:
+        main = next(iter(made.values()))
+        return torch.zeros(main.shape[:2], dtype=torch.long)
+    if name in ("prompt_pixel_values", "prompt_masks") and "pixel_values" in made:
+        return _zeros(*made["pixel_values"].shape)
+    if name == "image_attention_mask":
+        return torch.ones(1, _TOKENS, 1, dtype=torch.long)
+    if name == "pixel_attention_mask":
+        return torch.ones(1, _GRID[0] * _GRID[1], dtype=torch.long)
+    if name == "pixel_position_ids":
+        return torch.cartesian_prod(*map(torch.arange, _GRID))[None]
+    if name.startswith(("past_", "future_", "static_")):
+        return _of_series(name, config)
+    return None
+
+
+def _of_series(name: str, config: Any) -> Any:
+    """Values, features and masks of a time series: those before a point in time, or after it."""
+    lags = _get(config, "lags_sequence") or [0]
+    before = (_get(config, "context_length") or _TOKENS) + max(lags)
+    length = before if name.startswith("past_") else _get(config, "prediction_length")
+    if not length:
+        return None
+    if name.endswith("_time_features"):
+        return _zeros(1, length, _get(config, "num_time_features") or 0)
+    if name.endswith("_observed_mask"):
+        return torch.ones(1, length)
+    return _zeros(1, length) if name.endswith("_values") else None
+
+
+# lengths of a sound that whole frames of all models divide, and steps of mel bins that stacks of
+# strided convolutions leave
+_WAVE = 19200
+_BINS = (16, 20, 32, 40, 64, 80, 100, 128, 160, 320)
+
+
+def of_sound(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Sets with a sound as one channel over time, and with other numbers of mel bins."""
+    made = of_model(model, modal=True, more=True)
+    waves = [name for name in made if name in ("input_values", "audio_values")]
+    for name in waves:
+        yield made | {name: _zeros(1, 1, _WAVE)}
+        yield made | {name: _zeros(1, _WAVE)}
+    bins = [name for name in made if name in ("input_features", "audio_mel")]
+    for name in bins:
+        for width in _BINS:
+            for shape in ((1, 96, width), (1, width, 96)):
+                # the length of a mask, where there is one, is that of the sound
+                masks = {n: torch.full((1, 96), n != "audio_mel_mask") for n in made if "mask" in n}
+                yield made | {name: _zeros(*shape)} | (masks if shape[1] == 96 else {})
+
+
+def of_images(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Sets with several images in a row, and with patches in rows of a batch."""
+    made = of_model(model, modal=True, more=True)
+    pixels = made.get("pixel_values")
+    if pixels is None:
+        return
+    if pixels.dim() == 4:
+        for count in (1, 2):
+            yield made | {"pixel_values": _zeros(1, count, *pixels.shape[1:])}
+        if "prompt_pixel_values" in made:
+            # the image stands below its prompt
+            half = _zeros(*pixels.shape[:2], pixels.shape[2] // 2, pixels.shape[3])
+            yield made | dict.fromkeys((n for n in made if "pixel" in n or "prompt" in n), half)
+    rows = _GRID[0] * _GRID[1]
+    vision = getattr(getattr(model, "config", None), "vision_config", None) or model.config
+    patch = _get(vision, "patch_size") or 14
+    if isinstance(patch, int):
+        yield made | {"pixel_values": _zeros(1, rows, 3 * patch * patch)}
+
+
+def of_codes(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Sets with several codes for each step, and with latent states over time."""
+    made, config = of_model(model, modal=True, more=True), getattr(model, "config", None)
+    count = _get(config, "num_codebooks")
+    if count and "input_ids" in made:
+        for width in (count, count + 1):
+            yield made | {"input_ids": _zeros(1, _TOKENS, width, dtype=torch.long)}
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
+    upward = next((m for m in model.modules() if isinstance(m, nn.ConvTranspose1d)), first)
+    for layer in (first, upward):
+        if layer is not None and "latents" in inspect.signature(model.forward).parameters:
+            yield {"latents": _zeros(1, layer.in_channels, _TOKENS)}
+
+
+def of_series(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Sets with the values of one series over time."""
+    made, config = of_model(model, modal=True, more=True), getattr(model, "config", None)
+    if "past_values" in made:
+        series = {name: _of_series(name, config) for name in made}
+        yield made | {name: value for name, value in series.items() if value is not None}
+
+
+def without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Text alone, without a cache, which a model of mixers alone may not have."""
+    made = of_model(model)
+    if "input_ids" in made:
+        yield made | {"use_cache": torch.tensor(0)}
 
 
 def _gridded(name: str, config: Any) -> Any:

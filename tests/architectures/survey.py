@@ -17,8 +17,10 @@ from torch import nn
 from adapterzoo.anatomy import Anatomy, Block, find
 from adapterzoo.anatomy.sites import ATTENTION_ROLES, MLP_ROLES
 
+from . import finder
 from .flow import likeness, prove
 from .meta_inputs import of_block, of_model
+from .tiny_configs import tiny_configs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Line:
         proven: how many of the different blocks ran and were proven, of how many.
         remark: why something is missing, or why the model could not be built.
         wrong: what the proof found wrong; empty, or a test fails.
+        targets: the layers that the default LoRA adapts.
     """
 
     model_type: str
@@ -48,6 +51,7 @@ class Line:
     proven: tuple[int, int] = (0, 0)
     remark: str = ""
     wrong: str = ""
+    targets: tuple[str, ...] = ()
 
 
 NEEDS_PACKAGE = "not built: needs a package that is not installed"
@@ -66,7 +70,27 @@ def survey(part: slice = slice(None)) -> Iterator[Line]:
 
     for model_type in sorted(MODEL_MAPPING_NAMES)[part]:
         model = _build(model_type)
-        yield Line(model_type, remark=model) if isinstance(model, str) else line(model_type, model)
+        if isinstance(model, str):
+            yield Line(model_type, remark=model, targets=_of_a_tiny_one(model_type))
+        else:
+            yield line(model_type, model)
+
+
+def _of_a_tiny_one(model_type: str) -> tuple[str, ...]:
+    """The default targets of a type whose default configuration gives no model."""
+    from transformers import AutoModel
+
+    configs = tiny_configs(model_type)
+    while True:
+        try:
+            config = next(configs)
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return finder.targets(find(AutoModel.from_config(config)))
+        except StopIteration:
+            return ()
+        except Exception:  # noqa: BLE001 - configurations fail in every way
+            continue
 
 
 def _build(model_type: str) -> nn.Module | str:
@@ -119,6 +143,7 @@ def line(model_type: str, model: nn.Module) -> Line:
         ),
         remark="; ".join([*gaps, *(note for note in notes if note not in gaps)]),
         wrong="; ".join(wrongs),
+        targets=finder.targets(anatomy),
     )
 
 
@@ -216,9 +241,16 @@ def render(lines: Iterable[Line], version: str, more: Columns | None = None) -> 
     proven = sum(x.proven[0] for x in built)
     plain = sum(x.plain for x in complete)
     share = 100 * len(complete) / max(1, len(attentive))
+    finding = finder.render(
+        ((x.model_type, x.targets) for x in lines),
+        {t: dict(zip(more.names, cells, strict=True)) for t, cells in more.cells.items()},
+    )
     head = f"""# Where adapters can go, for every model type of transformers {version}
 
 Written by `make architectures`; tests compare it with the current results.
+
+{finding}
+## All model types
 
 - model types: {len(lines)}
 - built on the meta device from their default configuration: {len(built)}

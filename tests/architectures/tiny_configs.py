@@ -41,6 +41,7 @@ class _Rules:
             of being computed anew.
         fills: whether fields without a value get one.
         scales: whether all widths keep their proportion to that of the stream.
+        whole: whether a network of stages keeps all of them, and what it returns of them.
     """
 
     kept: frozenset[str] = frozenset()
@@ -51,6 +52,7 @@ class _Rules:
     samples: bool = True
     fills: bool = False
     scales: bool = False
+    whole: bool = False
 
 
 _TRIED = (
@@ -66,6 +68,8 @@ _TRIED = (
     _Rules(_SIZES),
     _Rules(_SIZES | _IMAGE),
     _Rules(_IMAGE),
+    _Rules(whole=True),
+    _Rules(fills=True, whole=True),
     _Rules(layers=64, samples=False, width=16, heads=2, head=8),
 )
 
@@ -136,7 +140,8 @@ class _Shrinking:
 
     def config(self, config: Any) -> Any:
         """A smaller config of the same class."""
-        layers = config_fields.layers(config)
+        staged = self.rules.whole and config_fields.has_stages(config)
+        layers = 0 if staged else config_fields.layers(config)
         part = _Part(config, layers, self._count(config, layers))
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(type(config)):
@@ -152,6 +157,8 @@ class _Shrinking:
                 made = self._value(field.name, value, part)
             if made is not None and made != value:
                 changed[field.name] = made
+        if staged and hasattr(config, "out_features"):
+            changed["out_features"] = config.out_features
         return type(config)(**changed | self._irregular(changed, part))
 
     def _count(self, config: Any, layers: int) -> int:
@@ -199,6 +206,8 @@ class _Shrinking:
         if name == "prediction_length":
             return 4
         kind = config_fields.meaning(name)
+        if kind == "token" and ("image" in name or "pad" in name):
+            return VOCABULARY - 2 if "image" in name else 0
         own = {"head": self.rules.head, "key-value heads": self.rules.heads}
         filled = ("vocabulary", "two", "experts", "one")
         return own.get(kind or "", _LIMITS[kind] if kind in filled else None)
@@ -226,6 +235,8 @@ class _Shrinking:
         if not config_fields.are_whole(value):
             return value
         kind = config_fields.meaning(name)
+        if kind == "sides":
+            return [4] * len(value)
         if kind == "depths":
             return [min(v, 1) for v in value]
         if kind in ("image", "vocabulary", "token"):
@@ -248,6 +259,8 @@ class _Shrinking:
             return self._token(value)
         if kind == "width":
             return self._width(value)
+        if kind == "half":
+            return self._width(2 * value) // 2
         if kind == "image":
             side = config_fields.patch(part.config)
             # an even number of patches to a side, and room for a network that halves five times

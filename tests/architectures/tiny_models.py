@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -13,13 +16,22 @@ from adapterzoo.model.state import is_base
 from adapterzoo.testing import TinyModel
 from adapterzoo.testing._case import Inputs, flat, seeded
 
-from .meta_inputs import of_first_layer, of_model
+from .meta_inputs import (
+    of_codes,
+    of_first_layer,
+    of_images,
+    of_model,
+    of_series,
+    of_sound,
+    without_cache,
+)
 from .tiny_configs import VOCABULARY, tiny_configs
 
 # special tokens are at both ends of the vocabulary
 _FIRST_TOKEN, _LAST_TOKEN = 10, VOCABULARY // 2
 # a page is 1000 wide, a tiny model's table of positions is shorter
 _PAGE = 60
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _MOST_PARAMETERS = 6_000_000
 
 
@@ -41,11 +53,12 @@ def tiny_model(model_type: str) -> TinyModel:
     from transformers import AutoModel
 
     failed: list[tuple[int, str]] = []
-    configs = tiny_configs(model_type)
+    # rare inputs come last: a later config with usual ones may have more kinds of blocks
+    configs = ((config, rare) for rare in (False, True) for config in tiny_configs(model_type))
     while True:
         stage, what = 0, "no tiny config"
         try:
-            config = next(configs)
+            config, rare = next(configs)
             stage, what = 1, "not built from a tiny config"
             config._experts_implementation = "eager"
             with warnings.catch_warnings():
@@ -63,33 +76,62 @@ def tiny_model(model_type: str) -> TinyModel:
                     model = model.base_model
                 _enliven(model)
                 stage, what = 2, "no inputs found that it takes"
-                if (inputs := _taken(model)) is not None:
+                inputs, refusal = _taken(model, feeds(model, rare=rare))
+                if inputs is not None:
                     return TinyModel(model, inputs)
-                failed.append((2, what))
+                failed.append((2, f"{what}{refusal}"))
         except StopIteration:
             break
         except ImportError:
             failed.append((3, "needs a package that is not installed"))
         except Exception as error:  # noqa: BLE001  configs and models refuse in every way
-            failed.append((stage, f"{what}: {type(error).__name__}"))
+            failed.append((stage, f"{what}{_said(error)}"))
     reason = max(failed, key=lambda f: f[0])[1] if failed else "no tiny config"
     raise NoTinyModelError(reason)
 
 
-def _taken(model: nn.Module) -> Inputs | None:
-    """Return inputs from which the model computes finite numbers."""
-    for inputs in feeds(model):
+def _said(error: Exception) -> str:
+    """Return what an error says, as the end of a reason in a table."""
+    text = " ".join(str(error).split()).replace("|", "/").replace("`", "'")
+    short = re.split(r"(?<=[a-z)\]'])[.;] | @|: expected|, but got", text)[0]
+    return f": {type(error).__name__}: {textwrap.shorten(short, 100, placeholder=' …')}"
+
+
+def _taken(model: nn.Module, tried: Iterator[Inputs]) -> tuple[Inputs | None, str]:
+    """Return inputs from which the model computes finite numbers, or what it says to the most."""
+    asked: list[Inputs] = []
+    refusals = [(0, "")]
+    while (inputs := asked.pop() if asked else next(tried, None)) is not None:
         try:
             with torch.no_grad():
                 # some want labels in training
                 seeded(_in_training(model), inputs)
                 found = flat(seeded(model.eval(), inputs))
-        except Exception:  # noqa: BLE001  models refuse inputs in every way
+        except Exception as error:  # noqa: BLE001  models refuse inputs in every way
             model.eval()
+            asked += _with_images(inputs, model, str(error))
+            refusals.append((len(inputs), _said(error)))
             continue
         if found.numel() and bool(found.isfinite().all()):
-            return inputs
-    return None
+            return inputs, ""
+    # of equally many, the first: those are the usual ones
+    return None, max(refusals, key=lambda refusal: refusal[0])[1]
+
+
+def _with_images(inputs: Inputs, model: nn.Module, refusal: str) -> Iterator[Inputs]:
+    """Yield the inputs with as many tokens of an image as the model says that it takes."""
+    said = re.search(r"tokens: 0, features: (\d+)", refusal)
+    token = next(filter(None, (getattr(model.config, name, None) for name in _IMAGE_TOKENS)), None)
+    if said is None or token is None or "input_ids" not in inputs:
+        return
+    count = int(said[1])
+    ids = inputs["input_ids"]
+    longer = {"input_ids": torch.cat([torch.full((1, count), token), ids], -1)}
+    for name, value in inputs.items():
+        if name != "input_ids" and value.shape[:2] == ids.shape and not value.is_floating_point():
+            # what stands beside each token
+            longer[name] = torch.cat([value[:, :1].expand(1, count), value], -1)
+    yield Inputs({**inputs, **longer})
 
 
 def _in_training(model: nn.Module) -> nn.Module:
@@ -114,22 +156,27 @@ def _enliven(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(noise, alpha=0.1)
 
 
-def feeds(model: nn.Module, seed: int = 0) -> Iterator[Inputs]:
+def feeds(model: nn.Module, seed: int = 0, *, rare: bool = True) -> Iterator[Inputs]:
     """Yield sets of inputs to try for a model's forward.
 
     Text alone if the model reads text; then everything that it reads; the input of its first layer;
-    sounds with time in front; its main input alone.
+    sounds with time in front; its main input alone; then what few models read: what stands beside
+    the main input, sounds and images of other shapes, codes, text without a cache.
 
     Args:
         model: of real or meta tensors.
         seed: of the values.
+        rare: whether to yield what few models read too.
     """
     main = getattr(model, "main_input_name", "input_ids")
     text, every = of_model(model), of_model(model, modal=True)
     turned = {n: v.mT if v.dim() == 3 and "features" in n else v for n, v in every.items()}
     alone = {n: v for n, v in every.items() if n == main or "mask" in n}
     tried: list[list[tuple[str, tuple[int, ...]]]] = []
-    for made in (text, every, of_first_layer(model), turned, alone):
+    usual = (text, every, of_first_layer(model), turned, alone)
+    beside = (of_model(model, more=True), of_model(model, modal=True, more=True)) if rare else ()
+    kinds = (of_sound, of_images, of_codes, of_series, without_cache) if rare else ()
+    for made in itertools.chain(usual, beside, *(kind(model) for kind in kinds)):
         shapes = [(name, tuple(value.shape)) for name, value in made.items()]
         if made and shapes not in tried:
             tried.append(shapes)

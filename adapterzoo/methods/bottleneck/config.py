@@ -120,6 +120,9 @@ class BnConfig(ConfigWithCopies):
         inv_adapter_reduction_factor: the width of that function's layers is
             (d_model / 2) // inv_adapter_reduction_factor.
         cross_adapter: adapters after cross-attention.
+        mixers: where a block has a state-space model, recurrence or convolution instead of
+            attention, `mh_adapter` means that; and a block with one such part alone has an adapter
+            there, whichever of the two is true.
         leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
@@ -171,6 +174,7 @@ class BnConfig(ConfigWithCopies):
         None, Maybe(Positive(), "none"), needs="inv_adapter='nice'"
     )
     cross_adapter: bool = False
+    mixers: bool = field(True, ours=True)
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
     stochastic_depth: float = field(0.0, Share())
@@ -250,7 +254,9 @@ class BnConfig(ConfigWithCopies):
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each sub-layer that the config names."""
         wanted = {kind: name for kind, name in LOCATIONS.items() if getattr(self, name)}
-        found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
+        if not self.mixers:
+            wanted.pop("mixer", None)
+        found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__, self.mixers)
         entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
         return entry + [
             Placement(

@@ -23,6 +23,7 @@ from .languages import check_languages
 
 LOCATIONS: Mapping[SubLayerKind, str] = {
     "attention": "mh_adapter",
+    "mixer": "mh_adapter",
     "cross": "cross_adapter",
     "mlp": "output_adapter",
 }
@@ -31,6 +32,7 @@ LOCATIONS: Mapping[SubLayerKind, str] = {
 # sub-layer → the role of a layer that shows that a block has it, and whether in cross-attention
 _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
     "attention": ("attention_out", False),
+    "mixer": ("mixer_out", None),
     "cross": ("attention_out", True),
     "mlp": ("mlp_out", None),
 }
@@ -40,17 +42,21 @@ _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
 
 
 def sublayers(
-    anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], config: str
+    anatomy: Anatomy,
+    wanted: Mapping[SubLayerKind, str],
+    leave_out: Collection[int],
+    config: str,
+    everywhere: bool,
 ) -> list[tuple[Block, SubLayer]]:
     """Return the sub-layers of the wanted kinds, block after block, each with its block.
-
-    Blocks without the kind, such as Mamba layers without attention, are skipped.
 
     Args:
         anatomy: of the model.
         wanted: kind → the field that requests it.
         leave_out: numbers of blocks to skip.
         config: its name, for messages.
+        everywhere: whether a block with one sub-layer alone, such as Mamba's, has an adapter
+            there, whichever kind is wanted.
 
     Raises:
         SiteError: it is unknown where a sub-layer meets the residual stream, or no block has one.
@@ -58,17 +64,23 @@ def sublayers(
     check_blocks(anatomy, config)
     blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
     found: list[tuple[Block, SubLayer]] = []
+    single = False
     for block in blocks:
         here = {sub.kind for sub in block.sublayers}
         for kind, name in wanted.items():
-            if kind not in here and block.has(*_SIGN[kind]):
+            # a mixer beside attention, as Falcon-H1 has it, is a part of the same sub-layer
+            beside = kind == "mixer" and block.has("attention_out")
+            if kind not in here and not beside and block.has(*_SIGN[kind]):
                 raise SiteError(
                     f"{config}, {name}=True: where that part of {block.path!r} meets the residual "
                     f"stream is not known ({block.note}). Write leave_out=[{block.layer}]."
                 )
-        found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
-    for kind, name in wanted.items():
-        if not any(sub.kind == kind for _, sub in found):
+        is_alone = everywhere and len(block.sublayers) == 1 and "cross" not in here
+        found += [(block, sub) for sub in block.sublayers if is_alone or sub.kind in wanted]
+        single = single or is_alone
+    for name in dict.fromkeys(wanted.values()):
+        among = any(LOCATIONS[sub.kind] == name for _, sub in found)
+        if not among and (name == LOCATIONS["cross"] or not single):
             raise SiteError(
                 f"{config}, {name}=True: none of the {len(blocks)} blocks left by leave_out has "
                 f"such a part. Write {name}=False, or a shorter leave_out."
