@@ -392,7 +392,8 @@ class AdapterTrainer(Trainer):
                 super()._save_optimizer_and_scheduler(output_dir)
             return
         # as one process writes it, for any number of processes to resume from
-        state = sharding.whole_state(self.optimizer) if self.is_fsdp_enabled else None
+        is_sharded = bool(sharding.groups_of(self._adapted))
+        state = sharding.whole_state(self.optimizer) if is_sharded else None
         with self._raised_in_all():
             if state is None:
                 super()._save_optimizer_and_scheduler(output_dir)
@@ -428,7 +429,7 @@ class AdapterTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         engines.refuse_other(folder)
-        if not self.is_fsdp_enabled:
+        if not sharding.groups_of(self._adapted):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif (folder / OPTIMIZER_NAME).is_file():
             optimizer, scheduler = (

@@ -30,4 +30,5 @@ def test_several_processes_train_as_one(kind, world, tmp_path):
         )
         assert one.keys() == many.keys()
         for key, value in one.items():
-            torch.testing.assert_close(many[key], value, rtol=0, atol=1e-9, msg=key)
+            # losses of language models round logits to float32
+            torch.testing.assert_close(many[key], value, rtol=0, atol=1e-6, msg=key)

@@ -43,9 +43,7 @@ def found(tmp_path_factory):
 
 def test_each_combination_is_a_run_in_order_of_the_metric(found):
     assert {(row["config"], row["learning_rate"]) for row in found.rows} == {
-        (config, rate)
-        for config in GRID["config"]
-        for rate in GRID["learning_rate"]
+        (config, rate) for config in GRID["config"] for rate in GRID["learning_rate"]
     }
     order = [row["eval_loss"] for row in found.rows]
     assert order == sorted(order)
