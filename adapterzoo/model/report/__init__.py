@@ -97,6 +97,8 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
     own = _unique(part.module for part in parts)
     # a loss without any label moves nothing
     knows = not _is_dead(cast("nn.Module", model).parameters())
+    # under a head of zeros an adapter gets zeros at first, which say nothing
+    judges = knows and (not _is_dead(own) or all(p.grad is None for p in own))
     is_trainable = any(p.requires_grad for p in own)
     sites: dict[tuple[str, int, str], list[nn.Module]] = {}
     for part in parts:
@@ -108,7 +110,7 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
         name,
         "fusion" if config is None else config.architecture,
         tuple(
-            SiteReport(*key, *_measured(modules, knows and is_trainable))
+            SiteReport(*key, *_measured(modules, judges and is_trainable))
             for key, modules in sites.items()
         ),
         tuple(_blocks(model, [part.placement for part in parts if part.placement])),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterzoo.errors import StateError
+from adapterzoo.errors import ConfigError, StateError
 
 from .result import DEAD, LEFT_OUT, Cell, number
 
@@ -37,6 +38,7 @@ def draw(report: AdapterReport, path: str | os.PathLike[str] | None) -> Any:
         path: where to write it too, or None.
 
     Raises:
+        ConfigError: the path has no ending of a picture.
         StateError: matplotlib is not installed.
     """
     try:
@@ -49,9 +51,17 @@ def draw(report: AdapterReport, path: str | os.PathLike[str] | None) -> Any:
     with mpl.rc_context({**rules, "font.size": 9}):
         figure = _figure(report, Figure, mpl)
         if path is not None:
-            is_svg = os.fspath(path).lower().endswith(".svg")
-            figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if is_svg else {}))
+            _write(figure, path)
     return figure
+
+
+def _write(figure: Any, path: str | os.PathLike[str]) -> None:
+    ending = Path(path).suffix.lower()
+    known = figure.canvas.get_supported_filetypes()
+    if ending[1:] not in known:
+        raise ConfigError(f"{os.fspath(path)!r} has no ending of a picture. Write 'report.svg'.")
+    dated = {"metadata": {"Date": None}} if ending == ".svg" else {}
+    figure.savefig(path, dpi=150, **dated)
 
 
 def _figure(report: AdapterReport, make: Any, mpl: Any) -> Any:
@@ -130,8 +140,7 @@ class _Shades:
         values = [v for v in found if v and math.isfinite(v)]
         # beyond a change as large as the weight, shades say nothing
         top = min(max(values, default=0.0), 1.0)
-        self.map = mpl.colormaps["viridis_r"].copy()
-        self.map.set_under(_LIGHT)
+        self.map = mpl.colormaps["viridis_r"]
         self.norm = None
         if values:
             low = max(min(min(values), top / 10), top / 10**_DECADES)

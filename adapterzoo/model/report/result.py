@@ -31,7 +31,8 @@ class SiteReport:
             act on the stream, the location, such as "output_adapter".
         parameters: how many it has.
         is_dead: whether none of its parameters got a gradient other than zero; None before a
-            backward pass, and without parameters.
+            backward pass, without parameters, and where the whole adapter got zeros, as under a
+            head that is zero.
         change: ‖ΔW‖, the Frobenius norm of the change of the weight; None if the method does not
             change weights, or the values are not at hand.
         weight: ‖W‖ of the base model's weight; None as above.
@@ -370,6 +371,7 @@ class AdapterReport:
             path: where to write it too; its ending chooses the format, such as ".svg".
 
         Raises:
+            ConfigError: the path has no ending of a picture.
             StateError: matplotlib is not installed.
         """
         from .picture import draw
