@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from ranks import run_ranks
 from swept import all_but
 from test_conformance import CONFIGS
 from torch import nn
@@ -450,6 +451,22 @@ def test_any_module_of_torch_has_a_report():
     # Linear 0 gets x, Linear 2 what ReLU keeps anyway
     assert report.bytes_per_token == 4 * (8 + 2 + 2)
     assert "bytes are not measured" in model.adapter_report("a").note
+
+
+@pytest.mark.sweep
+def test_a_sharded_model_has_a_report_without_changes(tmp_path):
+    ranks = run_ranks("report_rank.py", 2, tmp_path / "rendezvous", options=())
+    assert ranks[0][-2:] == ranks[1][-2:]
+    whole, sharded = map(json.loads, ranks[0][-2:])
+    counted = ("adapter", "parameters", "base_parameters", "blocks", "blocks_left_out")
+    assert {key: sharded[key] for key in counted} == {key: whole[key] for key in counted}
+    assert whole["bytes_per_token"] > 0
+    assert sharded["bytes_per_token"] is None
+    assert sharded["note"].startswith("the model is sharded")
+    assert {site["relative"] for site in sharded["sites"]} == {None}
+    assert {site["relative"] for site in whole["sites"]} == {0.0}
+    dead = [site["path"] for site in sharded["sites"] if site["dead"]]
+    assert dead == ["layers.2.self_attn.q_proj", "layers.2.self_attn.v_proj"]
 
 
 # --- the picture ---
