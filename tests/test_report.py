@@ -52,6 +52,7 @@ def hybrid(attention=(2,)):
         vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=list(attention),
         mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2,
+        mamba_chunk_size=8,
     )  # fmt: skip
     return BambaForCausalLM(config)
 
