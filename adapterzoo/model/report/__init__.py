@@ -23,7 +23,8 @@ from adapterzoo.model.training import summary
 
 from .costs import bytes_per_token
 from .effect import norms, parameter_of, site_path
-from .result import AdapterReport, BlockReport, HeadReport, SiteReport
+from .result import AdapterReport
+from .sites import BlockReport, HeadReport, SiteReport
 
 __all__ = ["AdapterReport", "coverage", "report"]
 

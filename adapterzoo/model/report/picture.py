@@ -10,14 +10,11 @@ import math
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adapterzoo.errors import ConfigError, StateError
 
-from .result import DEAD, LEFT_OUT, Cell, number
-
-if TYPE_CHECKING:
-    from .result import AdapterReport
+from .sites import DEAD, LEFT_OUT, Cell, number
 
 # inches
 _COLUMN, _ROW, _LOW_ROW, _LINE, _LETTER = 1.0, 0.3, 0.12, 0.18, 0.078
@@ -30,7 +27,7 @@ _WIDEST = 14
 _LIGHT, _DARK, _INK, _FAULT = "#ffffff", "#d9d9d9", "#1a1a1a", "#a31515"
 
 
-def draw(report: AdapterReport, path: str | os.PathLike[str] | None) -> Any:
+def draw(report: Any, path: str | os.PathLike[str] | None) -> Any:
     """Return the figure; see `AdapterReport.plot`.
 
     Args:
@@ -64,7 +61,7 @@ def _write(figure: Any, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=150, **dated)
 
 
-def _figure(report: AdapterReport, make: Any, mpl: Any) -> Any:
+def _figure(report: Any, make: Any, mpl: Any) -> Any:
     kinds, blocks = report.shown_kinds(), report.blocks if report.shown_kinds() else ()
     labels = [_label(report, number_) for number_ in range(len(blocks))]
     row = _ROW if len(blocks) <= _MOST else _LOW_ROW
@@ -121,7 +118,7 @@ def _figure(report: AdapterReport, make: Any, mpl: Any) -> Any:
         steps = [shades.norm.inverse(step / 3) for step in range(4)]
         figure.colorbar(mapped, cax=bar).set_ticks(steps, labels=map(number, steps))
         bar.minorticks_off()
-        bar.set_title("‖ΔW‖ / ‖W‖", fontsize=9)
+        bar.set_title("‖ΔW‖ / ‖W‖", fontsize=9, pad=10)
     if kinds:
         _draw_legend(axes, mpl, report, row * len(blocks))
     return figure
@@ -135,7 +132,7 @@ class _Shades:
         norm: from changes to 0 … 1; None if no change is known.
     """
 
-    def __init__(self, report: AdapterReport, mpl: Any) -> None:
+    def __init__(self, report: Any, mpl: Any) -> None:
         found = [cell.relative for _, _, cell in report.cells()]
         values = [v for v in found if v and math.isfinite(v)]
         # beyond a change as large as the weight, shades say nothing
@@ -187,7 +184,7 @@ def _draw_cell(
     )  # fmt: skip
 
 
-def _draw_legend(axes: Any, mpl: Any, report: AdapterReport, tall: float) -> None:
+def _draw_legend(axes: Any, mpl: Any, report: Any, tall: float) -> None:
     patch = mpl.patches.Patch
     shown = [patch(facecolor=_LIGHT, edgecolor=_DARK, label="not chosen")]
     if report.left_out or report.blocks_left_out:
@@ -202,7 +199,7 @@ def _draw_legend(axes: Any, mpl: Any, report: AdapterReport, tall: float) -> Non
     )  # fmt: skip
 
 
-def _label(report: AdapterReport, number_: int) -> str:
+def _label(report: Any, number_: int) -> str:
     path = report.blocks[number_].path
     return f"{path} ({LEFT_OUT})" if number_ in report.blocks_left_out else path
 
@@ -214,7 +211,7 @@ def _title(kind: str) -> str:
     return "\n".join(part.replace("_ ", "_") for parts in broken for part in parts)
 
 
-def _outside(report: AdapterReport) -> list[str]:
+def _outside(report: Any) -> list[str]:
     found = [
         f"outside blocks: {site.path or site.kind} {Cell((site,), 1)}"
         for site in report.sites

@@ -3,125 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adapterzoo.errors import columns
 
-if TYPE_CHECKING:
-    import os
+from .picture import draw
+from .sites import LEFT_OUT, BlockReport, Cell, HeadReport, SiteReport, number
 
-LEFT_OUT = "left out"
-DEAD = "dead"
 _SHARED = "shared by its layers"
 # a change as large as the weight itself is hardly one that was meant
 _HUGE = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SiteReport:
-    """What an adapter has at one layer, or at one part of a fused layer.
-
-    Attributes:
-        path: of the layer, with its parameter and the role of its part; empty for the modules that
-            the layers share.
-        block: number of the block; −1 outside blocks.
-        kind: what the layer is in its block, such as "query" or "mamba.in_proj"; for methods that
-            act on the stream, the location, such as "output_adapter".
-        parameters: how many it has.
-        is_dead: whether none of its parameters got a gradient other than zero; None before a
-            backward pass, without parameters, and where the whole adapter got zeros, as under a
-            head that is zero.
-        change: ‖ΔW‖, the Frobenius norm of the change of the weight; None if the method does not
-            change weights, or the values are not at hand.
-        weight: ‖W‖ of the base model's weight; None as above.
-        is_finite: whether no value of its parameters is NaN or infinite; True if not looked at.
-    """
-
-    path: str
-    block: int
-    kind: str
-    parameters: int
-    is_dead: bool | None = None
-    change: float | None = None
-    weight: float | None = None
-    is_finite: bool = True
-
-    @property
-    def relative(self) -> float | None:
-        """‖ΔW‖ / ‖W‖; infinite where zeros are changed."""
-        return _relative([self])
-
-
-@dataclass(frozen=True, slots=True)
-class BlockReport:
-    """A block of the model.
-
-    Attributes:
-        path: of the block.
-        stack: path of the container of blocks.
-        kinds: of its layers with a weight matrix, and of the places of the adapter that it has,
-            with the number of each.
-    """
-
-    path: str
-    stack: str
-    kinds: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadReport:
-    """A head that is used with the adapter.
-
-    Attributes:
-        name: of the head, or the class of the layer where it has none.
-        parameters: how many it has beyond the base model's.
-        is_trained: whether any of them is trainable.
-        is_dead: whether none of them got a gradient other than zero; None before a backward pass.
-    """
-
-    name: str
-    parameters: int
-    is_trained: bool
-    is_dead: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What an adapter does at the layers of one kind in one block.
-
-    Attributes:
-        sites: that have an adapter.
-        there: how many layers of the kind the block has.
-    """
-
-    sites: tuple[SiteReport, ...]
-    there: int
-
-    @property
-    def relative(self) -> float | None:
-        """‖ΔW‖ / ‖W‖ of all these layers together; None if it is not known of all."""
-        return _relative(self.sites)
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether any of its sites is dead."""
-        return any(site.is_dead for site in self.sites)
-
-    def __str__(self) -> str:
-        """Return the change, or a word; "adapted" for methods that do not change weights."""
-        if not self.sites:
-            return LEFT_OUT
-        relative = self.relative
-        words = ["adapted" if relative is None else number(relative)]
-        if relative is None and not all(site.is_finite for site in self.sites):
-            words = ["NaN"]
-        if self.is_dead:
-            words.append(DEAD)
-        if len(self.sites) < self.there:
-            words.append(f"{len(self.sites)} of {self.there}")
-        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +100,11 @@ class AdapterReport:
         at: dict[tuple[int, str], list[SiteReport]] = {}
         for site in self.sites:
             at.setdefault((site.block, site.kind), []).append(site)
-        for number, block in enumerate(self.blocks):
-            own = [kind for n, kind in at if n == number]
+        for place, block in enumerate(self.blocks):
+            own = [kind for n, kind in at if n == place]
             for kind in dict.fromkeys([*block.kinds, *own]):
-                sites = tuple(at.get((number, kind), ()))
-                yield number, kind, Cell(sites, max(block.kinds.get(kind, 0), len(sites)))
+                sites = tuple(at.get((place, kind), ()))
+                yield place, kind, Cell(sites, max(block.kinds.get(kind, 0), len(sites)))
 
     def _lacks(self, number: int, kind: str) -> bool:
         there = self.blocks[number].kinds.get(kind, 0)
@@ -220,7 +114,7 @@ class AdapterReport:
 
     @property
     def summary(self) -> tuple[str, str, str]:
-        """Three lines: how large the adapter is, where it is, and where it is not."""
+        """Three lines on how large the adapter is, where it is, and where it is not."""
         count = sum(1 for site in self.sites if site.path)
         heads = "".join(
             f"; head {head.name!r} {head.parameters:,}{'' if head.is_trained else ' (frozen)'}"
@@ -374,8 +268,6 @@ class AdapterReport:
             ConfigError: the path has no ending of a picture.
             StateError: matplotlib is not installed.
         """
-        from .picture import draw
-
         return draw(self, path)
 
 
@@ -395,26 +287,6 @@ def in_words(blocks: Sequence[int]) -> str:
             runs.append([n])
     shown = (f"{r[0]}–{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
     return f"{'block' if len(blocks) == 1 else 'blocks'} {', '.join(shown)}"
-
-
-def number(value: float) -> str:
-    """Return a ratio with two digits, short enough for a cell."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞"
-    if value >= 10.0:
-        return f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
-    return f"{value:.2g}" if value >= 1e-4 or not value else f"{value:.0e}"
-
-
-def _relative(sites: Sequence[SiteReport]) -> float | None:
-    pairs = [(site.change, site.weight) for site in sites]
-    known = [(c, w) for c, w in pairs if c is not None and w is not None]
-    if not known or len(known) < len(pairs):
-        return None
-    change, weight = (math.hypot(*values) for values in zip(*known, strict=True))
-    if not all(math.isfinite(c) for c, _ in known):
-        return math.nan
-    return change / weight if weight else math.inf if change else 0.0
 
 
 def _json(value: float | None) -> float | str | None:
