@@ -39,6 +39,7 @@ from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hf import engines
 from .model.mixin import AdapterModelMixin
+from .model.report.callback import ReportCallback
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -89,6 +90,7 @@ class AdapterTrainer(Trainer):
         adapter_names: Any = None,
         loraplus_lr_ratio: float | None = None,
         loraplus_lr_embedding: float = EMBEDDING_RATE,
+        report: bool = True,
         **kwargs: Any,
     ) -> None:
         """Check the model and start the `Trainer`.
@@ -105,6 +107,8 @@ class AdapterTrainer(Trainer):
             adapter_names: the argument for `set_active_adapters`.
             loraplus_lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+); None: 1.
             loraplus_lr_embedding: of adapters at embeddings, beside a ratio.
+            report: whether to print three lines on each adapter before the first step, and to warn
+                of blocks and layers that are not trained; see `ReportCallback`.
             **kwargs: as `Trainer` takes them.
 
         Raises:
@@ -123,6 +127,8 @@ class AdapterTrainer(Trainer):
             model, args, data_collator, train_dataset, eval_dataset,
             processing_class=processing_class, model_init=model_init, **kwargs,
         )  # fmt: skip
+        if report:
+            self.add_callback(ReportCallback)
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
         if self._heads():

@@ -11,16 +11,15 @@ import importlib
 import platform
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from adapterzoo.model.report.costs import saved_bytes as saved_bytes
 
 # a rival that takes more floors than this is measured in `_FEW` rounds
 _LONG = 2.0
@@ -122,34 +121,6 @@ def seconds(run: Callable[[], object], repeat: int = 1) -> float:
     taken = time.process_time() - start
     gc.enable()
     return taken / repeat
-
-
-def saved_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """What the forward keeps for the backward: unique storages, the model's own left out.
-
-    Args:
-        model: whose parameters and buffers are there anyway.
-        loss: the forward pass.
-    """
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def pack(t: Tensor) -> _Saved:
-        saved = _Saved(t)
-        kept.add(saved)
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        result = loss()
-    # what the forward has dropped on its way is gone from the set
-    storages = {s.data_ptr(): s.nbytes() for s in (k.tensor.untyped_storage() for k in kept)}
-    del result
-    return sum(size for pointer, size in storages.items() if pointer not in own)
-
-
-class _Saved:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def operators(run: Callable[[], object]) -> int:

@@ -418,6 +418,38 @@ def verify_command(
         click.echo(f"fingerprint {facts['fingerprint']}")
 
 
+@command("report", example="adapterzoo report bert-base-uncased runs/reviews --plot report.svg")
+@click.argument("model")
+@click.argument("adapter")
+@click.option("--plot", metavar="FILE", help="Write a heat map too: .svg, .png or .pdf.")
+@click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
+@_json
+def report_command(
+    model: str, adapter: str, plot: str | None, revision: str | None, as_json: bool
+) -> None:
+    """Show which layers of MODEL an adapter reaches, and how much it changes each of them.
+
+    The table has ‖ΔW‖ / ‖W‖ for each block and kind of layer, with the Frobenius norms of the
+    change and of the base model's weight; what looks wrong is said above it. MODEL is loaded with
+    its weights; --plot needs matplotlib.
+    """
+    if plot is not None:
+        Path(plot).open("a").close()
+
+    from .checkpoints import open_checkpoint
+    from .inspecting import report_on
+
+    be_quiet(wants_progress(as_json))
+    report = report_on(open_checkpoint(adapter, revision), model)
+    if plot is not None:
+        report.plot(plot)
+        note(f"{plot}: a heat map of {len(report.blocks):,} blocks")
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        click.echo(str(report))
+
+
 # --- write a checkpoint in another form ---
 
 

@@ -1,4 +1,4 @@
-"""The work of `info` and `verify`."""
+"""The work of `info`, `verify` and `report`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.names import is_complete
+from adapterzoo.model.report import AdapterReport
 
 from .checkpoints import CheckpointFolder
-from .models import on_fitted
+from .models import fitted, on_fitted
 
 
 def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
@@ -93,3 +94,23 @@ def verify(
             f"{'' if found else ', or write --model: this format needs a model for it'}."
         )
     return facts
+
+
+def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:
+    """Load an adapter into its base model, with weights, and return the report on it.
+
+    Args:
+        checkpoint: of an adapter.
+        model: the base model, folder or Hub name.
+
+    Raises:
+        CheckpointError: it holds only a head, it does not fit the model, or the model cannot be
+            loaded.
+    """
+    if checkpoint.kind == "head":
+        raise CheckpointError(
+            f"{checkpoint.path!r} holds a head without an adapter. Write the folder of an adapter."
+        )
+    found = fitted(checkpoint, model)
+    report: AdapterReport = found.model.adapter_report(found.name)
+    return report

@@ -133,6 +133,7 @@ def train(
                 ),
                 _rows_of(task, tokenizer, length),
                 data_collator=DataCollatorWithPadding(tokenizer),
+                report=progress,
             )  # fmt: skip
             # the loss is a result, and is printed at the end
             many.runs[task.name].trainer.remove_callback(RunPrinter)

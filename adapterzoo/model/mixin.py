@@ -36,6 +36,7 @@ from . import (
     training,
 )
 from . import hotswap as hotswapping
+from . import report as reporting
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
@@ -43,6 +44,7 @@ from .heads import copies, tables
 from .heads.named import HeadNames, split_tied
 from .hf import config_entry, owned, vocabularies
 from .hf.init_data import InitData
+from .report import AdapterReport
 from .state import (
     AdapterState,
     LoadOptions,
@@ -139,6 +141,27 @@ class AdapterModelMixin:
         """
         rows = training.summary(self)
         return rows if as_dict else training.table(rows)
+
+    def adapter_report(
+        self, adapter_name: str, inputs: Mapping[str, Any] | None = None
+    ) -> AdapterReport:
+        """Return what an adapter reaches, what it costs, and ‖ΔW‖ / ‖W‖ of each layer.
+
+        Nothing in the model changes. Sites without a gradient are known between a backward pass
+        and the `zero_grad` after it; changes and bytes are not known of a sharded model.
+
+        Args:
+            adapter_name: of an adapter; or of a fusion, "a,b".
+            inputs: the arguments of a call, on which the bytes kept for the backward pass are
+                measured; None: random ones.
+
+        Returns:
+            A report that prints as a table; `plot()` draws a heat map.
+
+        Raises:
+            UnknownNameError: the adapter is unknown.
+        """
+        return reporting.report(self, adapter_name, inputs)
 
     # --- add and delete ---
 

@@ -335,7 +335,9 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
         ConfigError: the model reads something else, or more.
     """
     called = cast("Any", model)
-    main, source = called.main_input_name, torch.Generator("cpu").manual_seed(_SEED)
+    # modules that are not of transformers do not say what they read
+    main = getattr(called, "main_input_name", "input")
+    source = torch.Generator("cpu").manual_seed(_SEED)
     found = _drawn(called, main, token_table(model), source)
     try:
         if found is None:
