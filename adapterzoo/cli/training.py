@@ -130,7 +130,7 @@ def train(
             train_dataset=data,
             data_collator=DataCollatorWithPadding(tokenizer),
             callbacks=[_Bar()] if progress else [],
-            report=progress,
+            report=False,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         done = trainer.train()
