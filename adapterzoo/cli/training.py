@@ -133,7 +133,8 @@ def train(
                 ),
                 _rows_of(task, tokenizer, length),
                 data_collator=DataCollatorWithPadding(tokenizer),
-                report=progress,
+                # standard output is for results
+                report=False,
             )  # fmt: skip
             # the loss is a result, and is printed at the end
             many.runs[task.name].trainer.remove_callback(RunPrinter)
