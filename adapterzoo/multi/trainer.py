@@ -59,8 +59,9 @@ logger = logging.getLogger(__name__)
 
 # what the trainers of one process share; each must be the same for all
 _SHARED = (
-    "bf16", "fp16", "tf32", "use_cpu", "full_determinism", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs", "use_liger_kernel",
+    "bf16", "fp16", "tf32", "use_cpu", "full_determinism", "use_liger_kernel",
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
 )  # fmt: skip
 # what would change the model under the other runs
 _ALONE = {
@@ -384,7 +385,11 @@ class MultiAdapterTrainer:
                         f"a head of its own: model.add_adapter({name!r}, …), and a head of that "
                         "name."
                     )
-        except AdapterZooError:
+            run = AdapterRun(name, setup, own, plan, ProcessState(), self)
+            cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
+            with self._as(run):
+                run.trainer = cls(model, args, **options)
+        except BaseException:
             model.freeze_model(True)
             _require_grad(trained, True)
             raise
@@ -392,18 +397,13 @@ class MultiAdapterTrainer:
             default.plan = before
         for other in self.runs.values():
             _require_grad(other.parameters.values(), True)
-        run = AdapterRun(name, setup, own, plan, ProcessState(), self)
         # an expert with a capacity leaves out tokens if those of other rows fill it
         is_coupled = hasattr(model.config, "expert_capacity")
         run.is_mixed = not has_rows(setup) and plan.prompts is None and not is_coupled
-        cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
-        with self._as(run):
-            run.trainer = cls(model, args, **options)
         # bars of several runs would overwrite each other
         for callback in (ProgressCallback, PrinterCallback):
             if run.trainer.pop_callback(callback) is not None:
                 run.trainer.add_callback(RunPrinter(name))
-        run.coroutine = Coroutine(functools.partial(self._train, run), run.state)
         self.runs[name] = run
         return run
 
@@ -419,6 +419,8 @@ class MultiAdapterTrainer:
         self, resume_from_checkpoint: bool | Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Train all runs to their ends.
+
+        Runs that have ended stay as they are, unless they resume from a checkpoint.
 
         Args:
             resume_from_checkpoint: True: the runs go on from the last whole checkpoints in their
@@ -485,6 +487,8 @@ class MultiAdapterTrainer:
                 )
         for name, run in self.runs.items():
             run.resume_from = found[name].folder if name in found else None
+            # one that had ended goes on with the others
+            run.result = None if found else run.result
         self.clock = max((saved.clock for saved in found.values()), default=0)
 
     def _saved_together(self) -> dict[str, _Saved]:
@@ -528,6 +532,7 @@ class MultiAdapterTrainer:
                 starting = waiting[:room]
                 del waiting[:room]
                 for run in starting:
+                    run.coroutine = Coroutine(functools.partial(self._train, run), run.state)
                     running.append(run)
                     self._resume_run(run)
             asking = [run for run in running if isinstance(run.coroutine.request, _Forward)]
