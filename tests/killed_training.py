@@ -2,7 +2,7 @@
 
 `python tests/killed_training.py --kills 20 --engine FSDP2` kills one process with SIGKILL each
 time, sees that the others end by themselves, and compares the last checkpoint with that of a
-training that nobody disturbed: adapter, optimizer and log, bit for bit. `test_faults.py` does it
+training that nobody disturbed: adapter, optimizer and log, bit for bit. `test_training_faults.py` does it
 three times.
 """
 

@@ -287,7 +287,7 @@ def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
         except (KeyError, ValueError) as error:
             raise click.UsageError(
                 f"--sweep {text}: the options are {', '.join(_SWEPT)}, each with values. Write "
-                "--sweep lr=1e-4,1e-3 or --sweep method=lora,seq_bn."
+                "--sweep lr=1e-4,1e-3 or --sweep epochs=1,3."
             ) from error
     if not grid:
         return []

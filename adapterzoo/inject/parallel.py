@@ -115,11 +115,11 @@ def check_split(layer: nn.Module, site: Site, config: object, adapter: Adapter) 
     Raises:
         ConfigError: it cannot.
     """
-    at = f"{type(config).__name__} at {site.path!r}"
     is_attention = isinstance(adapter, AttentionAdapter)
     split = heads_split_of(layer) if is_attention else split_of(layer)
     if split is None:
         return
+    at = f"{type(config).__name__} at {site.path!r}"
     if isinstance(split, str):
         raise ConfigError(
             f"{at}: tensor parallelism splits the layer by {split}, which adapters cannot follow. "

@@ -441,7 +441,7 @@ class MultiAdapterTrainer:
                 "there are no runs. Write trainer.add('my_task', args, train_dataset)."
             )
         if self.model._active.local_plan is not None:
-            raise StateError("train() inside an AdapterSetup. Leave the block first.")
+            raise StateError("an AdapterSetup is active here. Leave the block first.")
         self._resume(resume_from_checkpoint)
         self._waiting = [run for run in self.runs.values() if run.result is None]
         arguments = [run.trainer.args for run in self.runs.values()]

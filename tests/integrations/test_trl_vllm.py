@@ -78,6 +78,10 @@ def world(tmp_path, monkeypatch):
     yield World(tmp_path)
     enable_progress_bars()
     made.clear()
+    # what TRL has set of the environment makes a group of one process
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
