@@ -26,12 +26,12 @@ from adapterzoo import AutoAdapterModel
 PATIENCE = 120.0
 
 
-def model_of(method: str = "lora[r=8]") -> Any:
+def model_of(method: str = "lora[r=8]", name: str = "a") -> Any:
     torch.manual_seed(0)
     model: Any = AutoAdapterModel.from_config(tiny_config("bert")).double()
-    model.add_adapter("a", method)
-    model.add_classification_head("a", num_labels=3)
-    model.train_adapter("a")
+    model.add_adapter(name, method)
+    model.add_classification_head(name, num_labels=3)
+    model.train_adapter(name)
     return model
 
 

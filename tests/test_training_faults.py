@@ -61,16 +61,14 @@ def test_what_is_killed_goes_on_bit_for_bit(engine):
 
 
 def trained(folder, name="a"):
-    model = model_of()
-    if name != "a":
-        model.rename_adapter("a", name)
+    model = model_of(name=name)
     trainer = training_rank.trainer_of("1 process", "AdapterTrainer", model, folder, rows(64))
     trainer.train()
 
 
 def test_two_trainings_do_not_write_one_checkpoint(tmp_path):
     trained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'a'\] of another training\. Write another output_"):
+    with pytest.raises(CheckpointError, match=r"'a' of another training\. Write another output_"):
         trained(tmp_path, "b")
     assert not (tmp_path / "checkpoint-2" / "b").exists()
 

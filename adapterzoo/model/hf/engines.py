@@ -21,18 +21,27 @@ _STEP, _LATEST = "global_step*", "latest"
 def without_frozen(engine: Any) -> Iterator[None]:
     """Let an engine save checkpoints without the frozen parameters in the block.
 
-    Trainer asks for this only for models of PEFT, so that every checkpoint would hold the base.
+    Trainer asks for this only for models of PEFT, so that every checkpoint would hold the base; and
+    DeepSpeed leaves a tied parameter out under the first of its names alone.
 
     Args:
         engine: of DeepSpeed.
     """
+    state = engine.module_state_dict
+
+    def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        every = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in every if not parameter.requires_grad}
+        return {key: t for key, t in state(*args, **kwargs).items() if key not in frozen}
+
+    engine.module_state_dict = trained
     engine.save_checkpoint = functools.partial(
         engine.save_checkpoint, exclude_frozen_parameters=True
     )
     try:
         yield
     finally:
-        del engine.save_checkpoint
+        del engine.save_checkpoint, engine.module_state_dict
 
 
 def load(engine: Any, folder: Path) -> None:
