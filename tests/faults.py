@@ -1,4 +1,4 @@
-"""Trainings in two processes that fail; `test_training_faults.py` starts `python tests/faults.py FOLDER`.
+"""Trainings in two processes that fail; `test_training_faults.py` starts them.
 
 Each rank writes what it raises into its log, which the test reads.
 """

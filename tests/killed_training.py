@@ -2,8 +2,8 @@
 
 `python tests/killed_training.py --kills 20 --engine FSDP2` kills one process with SIGKILL each
 time, sees that the others end by themselves, and compares the last checkpoint with that of a
-training that nobody disturbed: adapter, optimizer and log, bit for bit. `test_training_faults.py` does it
-three times.
+training that nobody disturbed: adapter, optimizer and log, bit for bit.
+`test_training_faults.py` does it three times.
 """
 
 from __future__ import annotations

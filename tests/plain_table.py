@@ -339,7 +339,7 @@ _SIZES = {
     "token_indices": (0, 3, 5), "eps": 0.5,
 }  # fmt: skip
 # names of the layers decide which are adapted, and a dtype is not what is computed
-_ASIDE = {"selfattn_lora", "intermediate_lora", "output_lora", "dtype"}
+_ASIDE = {"selfattn_lora", "intermediate_lora", "output_lora", "mixers", "dtype"}
 _TUPLES = {"alora_invocation_tokens": (1, 2)}
 
 

@@ -220,7 +220,7 @@ def test_blocks_that_nobody_chose_to_leave_out():
     assert not report.faults()
     assert report.summary[2] == "left out: nothing"
     kinds = {"query", "key", "value", "attention_out", "mlp_gate", "mlp_in", "mlp_out"}
-    assert set(report.kinds) == kinds | {"mamba.in_proj", "mamba.out_proj"}
+    assert set(report.kinds) == kinds | {"mixer_in", "mixer_out"}
 
 
 def test_what_a_config_leaves_out_is_no_fault():
@@ -480,7 +480,7 @@ def test_the_picture_says_what_the_table_says(tmp_path):
     report = model.adapter_report("a")
     report.plot(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text("utf-8")
-    for word in ("layers.0 (left out)", ">dead<", "mamba.", ">left out<", "fault: no gradient"):
+    for word in ("layers.0 (left out)", ">dead<", "mixer", ">left out<", "fault: no gradient"):
         assert word in text, word
     assert all(line.split(" (")[0][:40] in text for line in report.summary)
     # the same bytes each time

@@ -544,10 +544,20 @@ class MultiAdapterTrainer:
             steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
             self._backward(steps)
             self.clock += 1
+            self._bar.total = self._batches()
             self._bar.set_postfix_str(f"{len(running)} runs", refresh=False)
             self._bar.update()
             for run in steps:
                 self._resume_run(run)
+
+    def _batches(self) -> int:
+        """Return how many batches the longest of the running runs sees, as far as is known."""
+        trainers = [run.trainer for run in self._running]
+        coming = (
+            (each.state.max_steps - each.state.global_step) * each.args.gradient_accumulation_steps
+            for each in trainers
+        )
+        return self.clock - 1 + max(coming, default=0)
 
     def _resume_run(self, run: AdapterRun, answer: Any = None) -> None:
         run.coroutine.resume(answer)

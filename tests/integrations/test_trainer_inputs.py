@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -57,7 +58,11 @@ def test_models_whose_loss_needs_no_head_are_trained_as_by_trainer(tmp_path, con
         assert any(not torch.equal(p, before[n]) for n, p in after.items())
         return after
 
-    mine, theirs = trained(AdapterTrainer), trained(Trainer)
+    # the loss of BLIP does not read what its text model makes of images
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "adapter 'task': no gradient")
+        mine = trained(AdapterTrainer)
+    theirs = trained(Trainer)
     assert all(torch.equal(p, theirs[n]) for n, p in mine.items())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl.trainer.grpo_trainer
+from accelerate.state import AcceleratorState
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -73,6 +75,10 @@ def world(tmp_path, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(trl.trainer.grpo_trainer, "is_vllm_available", lambda: True, raising=False)
     disable_progress_bars()
     yield World(tmp_path)
