@@ -34,19 +34,19 @@ def test_adapters_of_a_split_model_are_those_of_one_process(tmp_path):
     run(tmp_path, 2, "quick-gpt_neox", "refused-gpt_neox")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "phi3"])
 def test_more_families_in_four_processes(family, tmp_path):
     """Norms of heads, tied output layers, biases, and layers that are gathered."""
     run(tmp_path, 4, f"swept-{family}", f"files-{family}")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_compositions_and_files_in_a_split_model(tmp_path):
     run(tmp_path, 2, "compositions-gpt_neox", "files-gpt_neox")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_the_page_tells_what_each_method_does_in_a_split_model(tmp_path):
     """Each method acts as in one process, or is refused by its name."""
     found = run(tmp_path, 2, "cells-gpt_neox")
@@ -56,7 +56,7 @@ def test_the_page_tells_what_each_method_does_in_a_split_model(tmp_path):
     assert [f"{name} | {cells}" for name, cells in rows] == sorted(found[0])
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_trainers_of_a_split_model_train_as_one_process(tmp_path):
     run(tmp_path, 2, "trainers-gpt_neox")
     tensor_parallel_rank.train(tmp_path / "gpt_neox", tmp_path / "one", False)

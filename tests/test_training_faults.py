@@ -27,7 +27,7 @@ def command(*args):
     return run.stdout.splitlines()
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_a_fault_of_one_process_ends_all(tmp_path):
     codes = dict(line.split(" ", 1) for line in command(TESTS / "faults.py", tmp_path))
     raised = {
@@ -53,7 +53,7 @@ def test_a_fault_of_one_process_ends_all(tmp_path):
     assert (tmp_path / "unequal" / "checkpoint-2" / "trainer_state.json").is_file()
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_what_is_killed_goes_on_bit_for_bit(engine):
     lines = command(TESTS / "killed_training.py", "--kills", "3", "--engine", engine)

@@ -45,7 +45,7 @@ def test_a_wrong_cell_would_be_seen(trained, tmp_path):
     assert cell() == "right; wrong: checkpoint, resume"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2", "HSDP", "ZeRO-2", "ZeRO-3"])
 def test_a_part_of_the_cells(engine):
     if not table.installed(engine):

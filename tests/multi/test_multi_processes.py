@@ -11,7 +11,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_train_as_one(kind, world, tmp_path):
