@@ -15,7 +15,6 @@ import peft
 import pytest
 import torch
 import transformers
-from datasets import disable_progress_bars, enable_progress_bars
 from families import tiny_config
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import (
@@ -47,13 +46,6 @@ QUIET: dict[str, Any] = {
     "logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4,
 }  # fmt: skip
 ROWS = [{"input_ids": [1, 5, 9], "labels": i % 2} for i in range(8)]
-
-
-@pytest.fixture(autouse=True)
-def quiet_progress():
-    disable_progress_bars()
-    yield
-    enable_progress_bars()
 
 
 @pytest.fixture

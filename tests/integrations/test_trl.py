@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars, enable_progress_bars
+from datasets import Dataset
 from snapshots import of_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -24,13 +24,6 @@ QUIET: dict[str, Any] = {
     "dataloader_pin_memory": False, "logging_steps": 1, "save_strategy": "no",
     "learning_rate": 1e-2, "max_steps": 4, "gradient_checkpointing": False,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet_progress():
-    disable_progress_bars()
-    yield
-    enable_progress_bars()
 
 
 def with_named_head(tmp_path: Path) -> Any:

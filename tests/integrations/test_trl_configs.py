@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars, enable_progress_bars
+from datasets import Dataset
 from fresh import run as in_fresh_processes
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
@@ -34,13 +34,6 @@ from trl_world import LORA, QUIET, World, pairs, texts, words
 import adapterzoo
 import adapterzoo.peft as library
 from adapterzoo.errors import StateError, UnknownNameError
-
-
-@pytest.fixture(autouse=True)
-def quiet_progress():
-    disable_progress_bars()
-    yield
-    enable_progress_bars()
 
 
 @pytest.fixture

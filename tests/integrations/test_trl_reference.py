@@ -7,7 +7,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from datasets import disable_progress_bars, enable_progress_bars
 from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 from trl_world import LORA, PAIRS, QUIET, World, logged, pairs, words
@@ -19,13 +18,6 @@ from adapterzoo.errors import ConfigError, StateError
 
 OURS = ["of_library", "named", "with_heads"]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def quiet_progress():
-    disable_progress_bars()
-    yield
-    enable_progress_bars()
 
 
 @pytest.fixture
