@@ -15,6 +15,7 @@
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
 # make growth       how these costs grow with adapters, ranks and tokens, as curves
+# make many         many adapters trained in one run beside as many runs: results, time, memory
 # make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu; ARGS=--first for
 #                   the first fifteen minutes on a GPU, then ARGS="--first --continue"
 #
@@ -42,7 +43,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
+.PHONY: help quickstart compare readme notebooks bench growth many bench-gpu test sweep lint types floors figures \
 	newest oldest docs links tests sweeps coverage devices calls plain training merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -85,6 +86,11 @@ growth: export OMP_NUM_THREADS = 1
 growth: export HF_HUB_OFFLINE = 1
 growth: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
+
+many: export OMP_NUM_THREADS = 1
+many: export HF_HUB_OFFLINE = 1
+many: $(VENV)/.bench-$(KEY)
+	$(BIN)/python benchmarks/many.py $(ARGS)
 
 bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)

@@ -1,8 +1,8 @@
-"""What transformers, accelerate and TRL must be told of models with adapters; the only place.
+"""What transformers, accelerate, DeepSpeed and TRL must be told of models with adapters.
 
-Each function is one fact about a host: the versions on which it was tested, the reason, and how the
-host is told. `tests/test_hosts.py` shows for each that the plain host is wrong without it. Models
-without adapters of this library are left to the host.
+It is the only place for this. Each function is one fact about a host: the versions on which it was
+tested, the reason, and how the host is told. `tests/integrations/test_hosts.py` shows for each that
+the plain host is wrong without it. Models without adapters of this library are left to the host.
 
 `import adapterzoo` calls `watch`: modules of hosts are told when they are loaded, or at once. It
 imports no host, and nothing that imports torch.
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, cast
 
-from .errors import ConfigError, StateError, naming
+from .errors import CheckpointError, ConfigError, StateError, naming
 
 # --- when hosts are told ---
 
@@ -327,6 +327,89 @@ def accelerator_divides_no_loss(accelerator: Any) -> None:
         accelerator: of an `AdapterTrainer`.
     """
     accelerator.gradient_accumulation_steps = 1
+
+
+def accelerator_states() -> tuple[Any, ...]:
+    """Return the classes in which accelerate keeps what is global in a process.
+
+    All objects of each share one dict, with the devices, the processes and the running
+    accumulation. New `TrainingArguments` empty it for all, so that the trainer of another run no
+    longer finds its own. Tested with accelerate 1.3 to 1.15.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    return PartialState, AcceleratorState, GradientState
+
+
+# --- DeepSpeed ---
+
+# a folder of DeepSpeed's own files in a checkpoint
+_STEP = "global_step*"
+
+
+@contextlib.contextmanager
+def deepspeed_saves_trained(engine: Any) -> Iterator[None]:
+    """Let an engine save checkpoints without the frozen parameters in the block.
+
+    `Trainer` asks for this only for models of PEFT, so that every checkpoint would hold the base;
+    and DeepSpeed leaves a tied parameter out under the first of its names alone. Tested with
+    DeepSpeed 0.19.8 and transformers 5.24.
+
+    Args:
+        engine: of DeepSpeed.
+    """
+    state = engine.module_state_dict
+
+    def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        every = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in every if not parameter.requires_grad}
+        return {key: t for key, t in state(*args, **kwargs).items() if key not in frozen}
+
+    engine.module_state_dict = trained
+    engine.save_checkpoint = functools.partial(
+        engine.save_checkpoint, exclude_frozen_parameters=True
+    )
+    try:
+        yield
+    finally:
+        del engine.save_checkpoint, engine.module_state_dict
+
+
+def deepspeed_loads_trained(engine: Any, folder: Path) -> None:
+    """Load the state of the optimizer, the scheduler and the loss scale.
+
+    `Trainer` loads strictly, and the files have no frozen parameters. Tested with DeepSpeed 0.19.8
+    and transformers 5.24.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is of another engine.
+    """
+    if not any(folder.glob(_STEP)):
+        raise CheckpointError(
+            f"{str(folder)!r} was not saved under DeepSpeed, which cannot read its optimizer. "
+            "Write deepspeed=None, or load_adapter(…) and train without resuming."
+        )
+    engine.load_checkpoint(str(folder), load_module_strict=False)
+
+
+def refuse_deepspeed(folder: Path) -> None:
+    """Refuse a checkpoint with the optimizer of DeepSpeed, which nothing else can read.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if any(folder.glob(_STEP)):
+        raise CheckpointError(
+            f"{str(folder)!r} was saved under DeepSpeed, which alone can read its optimizer. "
+            "Write deepspeed=…, or load_adapter(…) and train without resuming."
+        )
 
 
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---

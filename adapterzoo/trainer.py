@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -37,7 +38,6 @@ from .model.heads import named
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
-from .model.hf import engines
 from .model.mixin import AdapterModelMixin
 from .model.report.callback import ReportCallback
 from .model.state import (
@@ -342,7 +342,8 @@ class AdapterTrainer(Trainer):
             **kwargs: likewise.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_checkpoint(Path(cast("str", self.args.output_dir)))
+            found = whole_checkpoints(Path(cast("str", self.args.output_dir)))
+            resume_from_checkpoint = str(found[-1]) if found else True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property
@@ -394,7 +395,7 @@ class AdapterTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_deepspeed_enabled:
-            with engines.without_frozen(self.model_wrapped):
+            with hosts.deepspeed_saves_trained(self.model_wrapped):
                 super()._save_optimizer_and_scheduler(output_dir)
             return
         # as one process writes it, for any number of processes to resume from
@@ -424,7 +425,7 @@ class AdapterTrainer(Trainer):
             return prepare(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = prepare(max_steps, train_dataloader, None)
         self._load_from_checkpoint(resume_from_checkpoint)
-        engines.load(self.model_wrapped, Path(resume_from_checkpoint))
+        hosts.deepspeed_loads_trained(self.model_wrapped, Path(resume_from_checkpoint))
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self._load_scaler(resume_from_checkpoint)
         return prepared
@@ -434,7 +435,7 @@ class AdapterTrainer(Trainer):
         if folder is None or self.is_deepspeed_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        engines.refuse_other(folder)
+        hosts.refuse_deepspeed(folder)
         if not sharding.groups_of(self._adapted):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif (folder / OPTIMIZER_NAME).is_file():
@@ -448,10 +449,7 @@ class AdapterTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        if not _is_whole(Path(resume_from_checkpoint)):
-            raise CheckpointError(
-                f"{resume_from_checkpoint!r} has no {TRAINER_STATE_NAME}. Write the one before it."
-            )
+        state_of(Path(resume_from_checkpoint))
         self._restore(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -507,16 +505,30 @@ def _hint(model: Any) -> str:
     return "Write model.add_adapter('my_task', 'seq_bn') and model.train_adapter('my_task')."
 
 
-def _last_checkpoint(folder: Path) -> str | bool:
-    """Return the last checkpoint below a folder that is whole; True if there is none."""
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder that were written to their ends, in order of steps."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    paths = [path for path, number in numbers.items() if number.isdigit() and _is_whole(path)]
-    return str(max(paths, key=lambda path: int(numbers[path]))) if paths else True
+    found = []
+    for path, number in numbers.items():
+        with suppress(CheckpointError):
+            if number.isdigit() and state_of(path):
+                found.append(path)
+    return sorted(found, key=lambda path: int(numbers[path]))
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether a checkpoint has been written to its end, where the trainer's state is."""
-    return bool(files.fields_of(folder / TRAINER_STATE_NAME))
+def state_of(folder: Path) -> dict[str, Any]:
+    """Return the trainer's state, the last file of a checkpoint; it can be long and hold NaN.
+
+    Raises:
+        CheckpointError: the checkpoint was not written to its end.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / TRAINER_STATE_NAME).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(folder)!r} has no whole {TRAINER_STATE_NAME}. Write the checkpoint before it."
+        ) from error
+    return state
 
 
 def _refuse_another(part: Part, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The plot of `growth.py`: one panel for each cost, n on a logarithmic axis, as SVG."""
+"""The plot of `growth.py` and `many.py`: a panel for each cost, n on a logarithmic axis, as SVG."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ CURVES = {
     "Average": ("square", "#b04a06", "#f2a65a"),
     "Parallel": ("triangle", "#0a7554", "#4fd1a5"),
     "BatchSplit": ("diamond", "#8e3fa6", "#d69ceb"),
+    "one row": ("circle", "#0b66a8", "#6cb6f5"),
+    "four rows": ("square", "#b04a06", "#f2a65a"),
 }
 
 
-def plot(document: dict[str, Any]) -> str:
-    """Return the plot of a report of `growth.py`."""
+def plot(document: dict[str, Any], title: str = "How costs grow") -> str:
+    """Return the plot of a report.
+
+    Args:
+        document: the report.
+        title: of the plot.
+    """
     panels = document["panels"]
+    shared = [n for n in ("adapterzoo", "PEFT") if any(n in p["curves"] for p in panels.values())]
     height = _TOP + _ROW * math.ceil(len(panels) / _COLUMNS) + 8
-    title = "How costs grow"
-    colors = {name: (light, dark) for name, (_, light, dark) in CURVES.items()}
+    colors = {_class(name): (light, dark) for name, (_, light, dark) in CURVES.items()}
     parts = [
         opening(title, _WIDTH, height, colors),
         f'<text class="text title" x="24" y="36">{title}</text>',
-        *_legend(["adapterzoo", "PEFT"], 24, 60),
+        *_legend(shared, 24, 60),
     ]
     for number, (name, panel) in enumerate(panels.items()):
         parts += _panel(frame(number), name, panel)
@@ -90,8 +97,9 @@ def _panel(box: Box, name: str, panel: dict[str, Any]) -> Iterator[str]:
     for curve in reversed(curves):
         places = [position(box, xs, values[-1], x, y) for x, y in curves[curve]]
         line = " ".join(f"{x:g},{y:g}" for x, y in places)
-        yield f'<polyline class="{curve}-s" style="fill: none; stroke-width: 2" points="{line}"/>'
-        yield from (marker(curve, CURVES[curve][0], x, y) for x, y in places)
+        kind = _class(curve)
+        yield f'<polyline class="{kind}-s" style="fill: none; stroke-width: 2" points="{line}"/>'
+        yield from (marker(kind, CURVES[curve][0], x, y) for x, y in places)
 
 
 def _apart(box: Box, xs: list[float], top: float) -> Iterator[float]:
@@ -107,6 +115,10 @@ def _apart(box: Box, xs: list[float], top: float) -> Iterator[float]:
 
 def _legend(names: list[str], x: float, y: float) -> Iterator[str]:
     for name in names:
-        yield marker(name, CURVES[name][0], x + 4, y - 4)
+        yield marker(_class(name), CURVES[name][0], x + 4, y - 4)
         yield f'<text class="text" x="{x + 14:g}" y="{y:g}">{name}</text>'
         x += width(name, _SIZE) + 34
+
+
+def _class(name: str) -> str:
+    return name.replace(" ", "-")

@@ -21,6 +21,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+from _commands import TOPICS as TOPICS_OF_COMMANDS  # noqa: E402
 from _commands import load_commands  # noqa: E402
 from _data import SNIPPETS, Task, load_kinds, load_task, packaged_model, take  # noqa: E402
 
@@ -35,6 +36,8 @@ MODEL = str(packaged_model())
 QUICK = os.environ.get("NOTEBOOKS_QUICK") == "1"
 # of Okabe and Ito, which people with any kind of colour vision tell apart
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+# the labels of `commands`, by number
+TOPICS = tuple(TOPICS_OF_COMMANDS)
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
 

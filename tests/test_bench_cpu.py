@@ -1,4 +1,4 @@
-"""The benchmarks on a CPU: their reports, and the plot of `make growth`."""
+"""The benchmarks on a CPU: their reports, and the plots of `make growth` and `make many`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from _measure import Ratio, ratios
 from _report import Figure, Section, write
 
 ROOT = Path(__file__).parents[1]
-GROWTH = ROOT / "benchmarks" / "results" / "growth.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def figure(name: str, value: float) -> Figure:
@@ -86,10 +86,13 @@ def test_all_points_of_the_plot_are_in_their_panel():
     )
 
 
-def test_the_page_shows_the_committed_curves():
-    document = json.loads(GROWTH.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("name", "title"), [("growth", "How costs grow"), ("many", "Many adapters in one run")]
+)
+def test_the_page_shows_the_committed_curves(name, title):
+    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     for panel in document["panels"].values():
         assert set(panel["curves"]) <= set(CURVES)
-    assert (ROOT / "docs" / "_static" / "growth.svg").read_text(encoding="utf-8") == plot(
-        document
-    ), 'write `make growth ARGS="--only-plot"`'
+    assert (ROOT / "docs" / "_static" / f"{name}.svg").read_text(encoding="utf-8") == plot(
+        document, title
+    ), f'write `make {name} ARGS="--only-plot"`'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -632,8 +633,26 @@ def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no trainer_state.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no whole trainer_state.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_checkpoint_with_a_long_log_and_a_gradient_of_nan_is_whole(tmp_path):
+    shuffled(tmp_path, named(), steps=4).train()
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["log_history"] += 20_000 * [{"step": 1, "grad_norm": float("nan"), "loss": 0.1}]
+    file.write_text(json.dumps(state, indent=2))
+    trainer = shuffled(tmp_path, named(), steps=6)
+    begun = []
+
+    class Begin(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+    trainer.add_callback(Begin())
+    trainer.train(resume_from_checkpoint=True)
+    assert begun == [4, 5]
 
 
 def test_the_best_adapters_and_heads_come_back_bit_for_bit(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -47,7 +48,16 @@ METHODS = {
     "loreft": "loreft[dropout=0.0]",
     "ia3": "ia3",
 }
-BASES = ("float", "4-bit")
+# how the base model is stored or computes → arguments of the trainer
+BASES: dict[str, dict[str, Any]] = {
+    "float": {},
+    "4-bit": {},
+    "float, checkpointed": {"gradient_checkpointing": True},
+    "float, autocast": {"bf16": True},
+    "float, offloaded": {},
+}
+# autocast is for float32, and the packed layers compute in it
+OF_FLOAT32 = ("4-bit", "float, autocast")
 # head, trainer and family
 TRAINERS = {
     "Trainer": "llama",
@@ -117,6 +127,35 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
 # --- the case ---
 
 
+def in_4_bits(cls: Any, config: Any, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=dtype
+    )
+    return {"quantization_config": bits, "device_map": {"": "cpu"}}
+
+
+def offloaded(cls: Any, config: Any, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The last block on the disk, the rest in memory."""
+    model = cls.from_config(config) if cls is AutoAdapterModel else cls(config)
+    last = [name for name, _ in model.named_modules() if re.search(r"layers?\.\d+$", name)][-1]
+    places = {last: "disk"}
+
+    def visit(path: str) -> None:
+        for name, _ in model.get_submodule(path).named_children():
+            child = f"{path}.{name}".lstrip(".")
+            if last.startswith(f"{child}."):
+                visit(child)
+            else:
+                places.setdefault(child, "cpu")
+
+    visit("")
+    return {"device_map": places, "offload_folder": folder / "disk", "dtype": dtype}
+
+
+# bases that are read from a folder → arguments of `from_pretrained`
+LOADED = {"4-bit": in_4_bits, "float, offloaded": offloaded}
+
+
 def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dtype) -> Any:
     """A tiny model with a trained adapter `a`, the same in all processes."""
     # the arguments of an earlier ZeRO-3 run let models be partitioned when they are made
@@ -129,17 +168,13 @@ def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dt
         setattr(config, name, 0.0)
     cls = {"llama": transformers.LlamaForCausalLM, "bert": transformers.BertModel,
            "whisper": transformers.WhisperForConditionalGeneration}[family]  # fmt: skip
+    own = AutoAdapterModel if trainer == "AdapterTrainer" else cls
     plain = cls(config)
-    if base == "4-bit":
+    if base in LOADED:
         at = folder / f"{family} of rank {rank()}"
         if not at.exists():
             plain.save_pretrained(at)
-        own = AutoAdapterModel if trainer == "AdapterTrainer" else cls
-        bits = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32,
-            bnb_4bit_quant_storage=torch.float32,
-        )  # fmt: skip
-        model = own.from_pretrained(at, quantization_config=bits, device_map={"": "cpu"})
+        model = own.from_pretrained(at, **LOADED[base](own, config, at, dtype))
         model = model if trainer == "AdapterTrainer" else adapterzoo.init(model)
     elif trainer == "AdapterTrainer":
         model = AutoAdapterModel.from_config(config)
@@ -154,7 +189,7 @@ def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dt
             if not p.any():
                 torch.nn.init.normal_(p, std=0.1)
     # after all has been drawn: other dtypes draw other numbers
-    model = model if base == "4-bit" else model.to(dtype)
+    model = model if base in LOADED else model.to(dtype)
     model.train_adapter("a")
     return model
 
@@ -256,11 +291,11 @@ def check_sharded(engine: str, model: Any) -> None:
 def train(engine: str, case: str, folder: Path, way: str) -> None:
     """Run a case; the adapter goes to `folder/case/whole` and `folder/case/resumed`."""
     trainer, method, base = case.split("/")
-    dtype = torch.float32 if engine in IN_FLOAT32 or base == "4-bit" else torch.float64
+    dtype = torch.float32 if engine in IN_FLOAT32 or base in OF_FLOAT32 else torch.float64
     at, runs = folder / case, folder / case / "trainer"
     if way == "train":
         model = model_of(trainer, method, base, folder, dtype)
-        own = trainer_of(engine, trainer, model, runs)
+        own = trainer_of(engine, trainer, model, runs, **BASES[base])
         own.train()
         check_sharded(engine, model)
         save(model, at / "whole")
@@ -272,7 +307,7 @@ def train(engine: str, case: str, folder: Path, way: str) -> None:
         for p in model.parameters():
             if p.requires_grad:
                 p.mul_(0.5)
-    own = trainer_of(engine, trainer, model, at / f"trainer of {way}")
+    own = trainer_of(engine, trainer, model, at / f"trainer of {way}", **BASES[base])
     own.train(resume_from_checkpoint=str(runs / f"checkpoint-{STOP}"))
     save(model, at / ("resumed" if way == "train" else "elsewhere"))
 

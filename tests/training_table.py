@@ -25,7 +25,7 @@ import torch
 import training_rank
 from ranks import TESTS, ended, forked
 from safetensors.torch import load_file
-from training_rank import ENGINES, IN_FLOAT32, METHODS, STOP, TRAINERS
+from training_rank import BASES, ENGINES, IN_FLOAT32, METHODS, OF_FLOAT32, STOP, TRAINERS
 
 PAGE = TESTS.parent / "docs" / "training-matrix.md"
 MARK = "<!-- `make training` writes what follows -->"
@@ -36,20 +36,24 @@ ONE = "1 process"
 PROCESSES = dict.fromkeys(ENGINES, (2, 4)) | {ONE: (1, 0), "HSDP": (4, 2)}
 # float64, and float32; four steps move the adapters by more than 1e-2
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-4}
-# methods at layers, which the base's format matters to
-QUANTIZED = ("lora", "dora")
+# of autocast, which rounds to bfloat16
+COARSE = 2e-2
+# methods at layers, which it matters to how the base is stored and computes
+AT_LAYERS = ("lora", "dora")
+# trainers that compute the loss as they are told
+PLAIN = ("Trainer", "AdapterTrainer")
 Cells = dict[tuple[str, str], str]
 """By case and engine."""
 
 
 def cases() -> list[str]:
     """`trainer/method/base`, in the order of the page."""
-    every = [(t, m) for t in TRAINERS for m in METHODS]
     return [
         f"{t}/{m}/{b}"
-        for t, m in every
-        for b in ("float", "4-bit")
-        if b != "4-bit" or m in QUANTIZED
+        for t in TRAINERS
+        for m in METHODS
+        for b in BASES
+        if b == "float" or (m in AT_LAYERS and (b == "4-bit" or t in PLAIN))
     ]
 
 
@@ -129,8 +133,10 @@ def cell(engine: str, case: str, folder: Path, one: Path, said: dict[tuple[str, 
     text = said["train", case]
     if text != "done":
         return judged(text)
-    in_float32 = engine in IN_FLOAT32 or base == "4-bit"
+    in_float32 = engine in IN_FLOAT32 or base in OF_FLOAT32
     bound = BOUNDS[torch.float32 if in_float32 else torch.float64]
+    if base == "float, autocast":
+        bound = COARSE
     at, reference = folder / case, one / case / "whole"
     right = {
         "train": same(at / "whole", reference, bound),
@@ -211,7 +217,7 @@ def main(asked: list[str]) -> int:
         for trainer, method, base in [case.split("/")]
         if not {*TRAINERS} & {*asked} or trainer in asked
         if not {*METHODS} & {*asked} or method in asked
-        if not {"float", "4-bit"} & {*asked} or base in asked
+        if not {*BASES} & {*asked} or base in asked
     ]
     page = read(PAGE.read_text(encoding="utf-8"))
     known, why = dict(page), []

@@ -611,8 +611,10 @@ def _assign(
             part.norms.setdefault(place, name)
     if alone and alone in (*numbered, *(name for name, _, _ in placed)):
         # one norm before parallel sub-layers (GPT-J), or before the only one
+        owner = parent(alone)
         for part in parts:
-            part.norms.setdefault("pre", alone)
+            if not owner or part.out.startswith(f"{owner}."):
+                part.norms.setdefault("pre", alone)
         return
     kinds: tuple[SubLayerKind, ...] = ("attention", "mixer", "cross", "mlp")
     for owner in dict.fromkeys(map(parent, numbered)):

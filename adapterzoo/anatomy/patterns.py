@@ -252,6 +252,10 @@ _HYPER = Row(
     apart=_BOTH,
     note="hyper-connections: several residual streams, mixed by learned weights",
 )
+_HYPER_WIDE = Row(
+    states="several residual streams, side by side",
+    note="hyper-connections: several residual streams side by side, mixed by learned weights",
+)
 _SHARED_BLOCK = Row(
     apart=_BOTH, note="the shared attention block only adds to what the next Mamba layer reads"
 )
@@ -290,6 +294,7 @@ _SHARED: tuple[tuple[Row, tuple[str, ...]], ...] = (
     )),
     (Row(post_norm="!do_stable_layer_norm"), ("hubert", "unispeech", "unispeech-sat", "wav2vec2")),
     (_HYPER, ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")),
+    (_HYPER_WIDE, ("qwen4_exp", "qwen4_exp_text")),
     (Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"), (
         "SeamlessM4TConformerAdapterLayer", "SeamlessM4Tv2ConformerAdapterLayer",
     )),

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from adapterzoo.hosts import accelerator_states
 
 
 class ProcessState:
     """What is global in a process, but belongs to one training run.
 
     The states of all random number generators, and what accelerate keeps for its `Accelerator`:
-    devices, processes and the running accumulation. New `TrainingArguments` empty it for all.
-    Tested with accelerate 1.3 to 1.15.
+    devices, processes and the running accumulation.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,7 @@ class ProcessState:
         _put_kept(self._kept)
 
 
-# classes of which all objects share one dict
-_KEPT: tuple[Any, ...] = (PartialState, AcceleratorState, GradientState)
+_KEPT = accelerator_states()
 
 
 def _put_kept(kept: list[dict[str, Any]]) -> None:

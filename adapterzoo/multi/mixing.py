@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -172,46 +172,65 @@ def _padded(t: Tensor, length: int | None, fill: int) -> Tensor:
     return pad(t, (*(0 for _ in range(2 * (t.dim() - 2))), 0, missing), value=fill)
 
 
-def divide(outputs: Any, joined: Joined, number: int) -> Any:
-    """Return the outputs of a joined call for one of its batches.
+def divide(outputs: Any, joined: Joined) -> list[Any]:
+    """Return the outputs of a joined call for each of its batches.
 
     Args:
         outputs: a mapping.
         joined: the call.
-        number: of the batch.
 
     Raises:
         BatchError: a value belongs to the whole batch.
     """
-    piece = joined.pieces[number]
-
-    def own(name: str, t: Tensor) -> Tensor:
-        if name in _FLAT and t.dim() == 2:
-            length = next((piece.lengths[s] for s in _FLAT[name] if s in piece.lengths), None)
-            t = t.reshape(joined.rows, -1, t.shape[-1])  # [rows, tokens, experts]
-            return t[piece.start : piece.start + piece.rows, :length].flatten(0, 1)
-        if not t.dim() or t.shape[0] != joined.rows:
-            raise BatchError(f"the output {name!r} of the base model is of the whole batch")
-        t = t.narrow(0, piece.start, piece.rows)
-        if piece.lengths == joined.lengths:
-            return t
-        if name not in _OUTPUTS:
-            raise BatchError(f"which dimension of the output {name!r} is tokens is unknown")
-        for dim, of in _OUTPUTS[name].items():
-            sequence = next((s for s in of if s in joined.lengths), "")
-            if t.shape[dim] != joined.lengths.get(sequence):
-                raise BatchError(f"the output {name!r} does not have one state for each token")
-            t = t.narrow(dim, 0, piece.lengths[sequence])
-        return t
-
-    taken: dict[str, Any] = {}
+    divided: list[dict[str, Any]] = [{} for _ in joined.pieces]
     for name, value in outputs.items():
-        if name in _CACHES:
+        if name in _CACHES or value is None:
             continue
-        if isinstance(value, Tensor):
-            taken[name] = own(name, value)
-        elif isinstance(value, tuple):
-            taken[name] = tuple(None if t is None else own(name, t) for t in value)
-        elif value is not None:
+        if isinstance(value, tuple):
+            columns = [_parts(name, t, joined) for t in value]
+            parts: list[Any] = [tuple(c[i] for c in columns) for i in range(len(divided))]
+        elif isinstance(value, Tensor):
+            parts = _parts(name, value, joined)
+        else:
             raise BatchError(f"the output {name!r} of the base model cannot be divided")
-    return type(outputs)(**taken)
+        for own, part in zip(divided, parts, strict=True):
+            own[name] = part
+    return [type(outputs)(**own) for own in divided]
+
+
+def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
+    """Return the rows and tokens of each batch in an output.
+
+    The rows are split at once: the backward of as many slices would fill a whole tensor for each.
+    """
+    if t is None:
+        return [None for _ in joined.pieces]
+    rows = [piece.rows for piece in joined.pieces]
+    if name in _FLAT and t.dim() == 2:
+        own = t.reshape(joined.rows, -1, t.shape[-1]).split(rows)  # each [rows, tokens, experts]
+        lengths = [_length(piece.lengths, _FLAT[name]) for piece in joined.pieces]
+        return [part[:, :n].flatten(0, 1) for part, n in zip(own, lengths, strict=True)]
+    if not t.dim() or t.shape[0] != joined.rows:
+        raise BatchError(f"the output {name!r} of the base model is of the whole batch")
+    return [
+        _cut(name, part, piece, joined)
+        for part, piece in zip(t.split(rows), joined.pieces, strict=True)
+    ]
+
+
+def _cut(name: str, t: Tensor, piece: Piece, joined: Joined) -> Tensor:
+    """Return an output of one batch without what the joined call has padded."""
+    if piece.lengths == joined.lengths:
+        return t
+    if name not in _OUTPUTS:
+        raise BatchError(f"which dimension of the output {name!r} is tokens is unknown")
+    for dim, of in _OUTPUTS[name].items():
+        if t.shape[dim] != _length(joined.lengths, of):
+            raise BatchError(f"the output {name!r} does not have one state for each token")
+        t = t.narrow(dim, 0, cast("int", _length(piece.lengths, of)))
+    return t
+
+
+def _length(lengths: Mapping[str, int], of: Sequence[str]) -> int | None:
+    """Return the length of the first of these sequences that a call has."""
+    return next((lengths[sequence] for sequence in of if sequence in lengths), None)

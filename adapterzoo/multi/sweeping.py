@@ -86,9 +86,11 @@ class Sweep:
             markers = itertools.cycle("osD^vPX")
             for (label, points), marker in zip(sorted(lines.items()), markers, strict=False):
                 axes.plot(*zip(*sorted(points), strict=True), marker=marker, label=label)
-            values = [row[across] for row in self.rows]
-            if min(values) > 0 and max(values) >= 10 * min(values):
+            values = sorted({row[across] for row in self.rows})
+            if values[0] > 0 and values[-1] >= 10 * values[0]:
                 axes.set_xscale("log")
+            axes.set_xticks(values, [_shown(value) for value in values])
+            axes.minorticks_off()
             axes.set_xlabel(across)
             axes.set_ylabel(self.metric)
             if len(lines) > 1:

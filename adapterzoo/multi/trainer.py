@@ -19,7 +19,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adapterzoo.anatomy import unwrapped
@@ -50,7 +49,7 @@ from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import is_sharded
 from adapterzoo.model.state import stacks_of
 from adapterzoo.runtime import Plan
-from adapterzoo.trainer import AdapterTrainer, Part
+from adapterzoo.trainer import AdapterTrainer, Part, state_of, whole_checkpoints
 
 from .coroutines import Coroutine, ProcessState
 from .mixing import Joined, divide, join, kind_of
@@ -179,6 +178,22 @@ class _OwnRun(AdapterTrainer):
     """In front of the class of a trainer: it trains and saves one run, beside others."""
 
     _run: AdapterRun
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._run.many._is_in(self._run):
+            raise StateError(
+                f"the trainer of the run {self._run.name!r} trains beside the others. Call train() "
+                "of the MultiAdapterTrainer."
+            )
+        return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._run.many._as(self._run):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._run.many._as(self._run):
+            return super().predict(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         own = {id(p) for p in self._run.parameters.values()}
@@ -410,8 +425,15 @@ class MultiAdapterTrainer:
     @contextmanager
     def _as(self, run: AdapterRun) -> Iterator[None]:
         """Let this thread be that of a run."""
+        if self._is_in(run):
+            yield
+            return
         with run.state.entered(), self.model._active.entered(run.plan):
             yield
+
+    def _is_in(self, run: AdapterRun) -> bool:
+        """Return whether this thread is the one that trains the run."""
+        return getattr(self._here, "run", None) is run
 
     # --- training ---
 
@@ -464,12 +486,11 @@ class MultiAdapterTrainer:
         Returns:
             name of a run → its metrics.
         """
-        found = {}
-        for name, run in self.runs.items():
-            if run.trainer.eval_dataset is not None:
-                with self._as(run):
-                    found[name] = run.trainer.evaluate(**kwargs)
-        return found
+        return {
+            name: run.trainer.evaluate(**kwargs)
+            for name, run in self.runs.items()
+            if run.trainer.eval_dataset is not None
+        }
 
     def _resume(self, given: bool | Mapping[str, str] | None) -> None:
         """Choose the checkpoint of each run."""
@@ -493,8 +514,10 @@ class MultiAdapterTrainer:
 
     def _saved_together(self) -> dict[str, _Saved]:
         """Return the last checkpoints of one time; the last of each run if there are none."""
-        every = {name: _whole(run.trainer.args.output_dir) for name, run in self.runs.items()}
-        every = {name: saved for name, saved in every.items() if saved}
+        every: dict[str, list[_Saved]] = {}
+        for name, run in self.runs.items():
+            if folders := whole_checkpoints(Path(run.trainer.args.output_dir)):
+                every[name] = sorted(map(_Saved.read, folders))
         clocks = {saved.clock for own in every.values() for saved in own}
         for clock in sorted(clocks, reverse=True):
             found = {}
@@ -645,7 +668,7 @@ class MultiAdapterTrainer:
             # what is dropped depends on the seeds of these runs and the time alone
             torch.manual_seed(zlib.crc32(repr((seeds, self.clock)).encode()))
             outputs, joined = self._call(group)
-        return {run: divide(outputs, joined, i) for i, run in enumerate(group)}
+        return dict(zip(group, divide(outputs, joined), strict=True))
 
     def _call(self, group: list[AdapterRun]) -> tuple[Any, Joined]:
         plain = self._plain[group[0].coroutine.request.path]
@@ -681,7 +704,7 @@ class MultiAdapterTrainer:
             while len(mixed) > 1:
                 try:
                     outputs, joined = self._call(mixed)
-                    found = {r: divide(outputs, joined, i) for i, r in enumerate(mixed)}
+                    found = dict(zip(mixed, divide(outputs, joined), strict=True))
                 except AdapterZooError as error:
                     # the youngest is what has changed
                     why[mixed[-1]] = str(error)
@@ -730,27 +753,12 @@ class _Saved(NamedTuple):
         Raises:
             CheckpointError: it was not written to its end.
         """
-        try:
-            # the last file of a checkpoint
-            state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            document = {"clock": state["global_step"], "waiting": []}
-            if (file := folder / _CLOCK).is_file():
-                document = json.loads(file.read_text(encoding="utf-8"))
-            is_end = state["global_step"] >= state["max_steps"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{str(folder)!r} is not a whole checkpoint ({error}). Write the one before it."
-            ) from error
-        return cls(document["clock"], folder, is_end, document["waiting"])
-
-
-def _whole(folder: str) -> list[_Saved]:
-    """Return the checkpoints in a folder that were written to their ends, in order of time."""
-    found = []
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        with suppress(CheckpointError):
-            found.append(_Saved.read(path))
-    return sorted(found)
+        state = state_of(folder)
+        own = {"clock": state["global_step"], "waiting": []}
+        if (file := folder / _CLOCK).is_file():
+            own = json.loads(file.read_text(encoding="utf-8"))
+        is_end = state["global_step"] >= state["max_steps"]
+        return cls(own["clock"], folder, is_end, own["waiting"])
 
 
 def _leaves(run: AdapterRun, outputs: Any) -> Any:

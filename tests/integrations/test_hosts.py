@@ -27,6 +27,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import peft as mixin_of_peft
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.utils import import_utils
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -84,8 +85,10 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 def test_every_fact_is_told_and_shown():
     """Each function of the room that tells a host is named by a test of this file."""
     room, here = (Path(f).read_text() for f in (adapterzoo.hosts.__file__, __file__))
-    facts = re.findall(r"^def ((?:trainer|trl|transformers|accelerator)s?_\w+)", room, re.M)
-    assert len(facts) == 17
+    facts = re.findall(
+        r"^def ((?:trainer|trl|transformers|accelerator|deepspeed)s?_\w+)", room, re.M
+    )
+    assert len(facts) == 20
     shown = set(re.findall(r"# (\w+)$", here, re.M))
     assert shown == {*facts}
     # each says with which releases it was tested
@@ -165,6 +168,67 @@ def test_accelerate_would_divide_the_loss_again(tmp_path):
         pytest.skip("this release of transformers tells accelerate itself")
     adapterzoo.hosts.accelerator_divides_no_loss(plain)
     assert plain.gradient_accumulation_steps == 1
+
+
+def test_arguments_would_empty_the_state_of_another_trainer(tmp_path):
+    # accelerator_states
+    first = trainer(named(), tmp_path / "first")
+    kept = [(cls, dict(cls._shared_state)) for cls in adapterzoo.hosts.accelerator_states()]
+    TrainingArguments(str(tmp_path / "second"), **QUIET)
+    with pytest.raises(AttributeError, match="_reset_state"):
+        first.evaluate()
+    for cls, values in kept:
+        cls._shared_state.update(values)
+    assert first.evaluate()["eval_loss"] > 0
+
+
+# --- DeepSpeed ---
+
+
+class Engine:
+    """Notes how it is called, as DeepSpeed's engine is."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.noted = module, {}
+
+    def module_state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def save_checkpoint(self, folder: str, exclude_frozen_parameters: bool = False) -> None:
+        frozen = exclude_frozen_parameters
+        self.noted = {"without frozen": frozen, "keys": [*self.module_state_dict()]}
+
+    def load_checkpoint(self, folder: str, load_module_strict: bool = True, **more: Any) -> Any:
+        self.noted = {"strict": load_module_strict}
+        return folder, None
+
+
+def test_deepspeed_would_save_the_base(tmp_path, monkeypatch):
+    # deepspeed_saves_trained
+    # a class of DeepSpeed, which need not be here
+    monkeypatch.setattr(
+        transformers.trainer, "DeepSpeedSchedulerWrapper", type(None), raising=False
+    )
+    plain = trainer(named(), tmp_path)
+    plain.is_deepspeed_enabled = True
+    plain.model_wrapped = engine = Engine(plain.model)
+    plain._save_optimizer_and_scheduler(str(tmp_path))
+    assert not engine.noted["without frozen"]
+    with adapterzoo.hosts.deepspeed_saves_trained(engine):
+        plain._save_optimizer_and_scheduler(str(tmp_path))
+    trained = [n for n, p in plain.model.named_parameters() if p.requires_grad]
+    assert engine.noted["without frozen"]
+    assert {*engine.noted["keys"]} == {*trained}
+
+
+def test_deepspeed_would_look_for_the_base(tmp_path):
+    # deepspeed_loads_trained
+    (tmp_path / "global_step2").mkdir()
+    engine = Engine(named())
+    deepspeed_load_checkpoint(engine, str(tmp_path))
+    assert engine.noted == {"strict": True}
+    adapterzoo.hosts.deepspeed_loads_trained(engine, tmp_path)
+    assert engine.noted == {"strict": False}
 
 
 # --- transformers and PEFT ---

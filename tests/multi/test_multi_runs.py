@@ -255,7 +255,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_resumed(tmp_path):
     again.train(resume_from_checkpoint=True)
     # saved at different times: equal up to the order of sums
     same(expected, trained(again.model, TWO))
-    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no whole trainer_state\.json"):
         again.train(resume_from_checkpoint={"a": str(tmp_path / "a" / "checkpoint-3")})
 
 
@@ -317,6 +317,29 @@ def test_a_run_may_stop_early(tmp_path):
     assert (results["a"].global_step, results["b"].global_step) == (3, 20)
 
 
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_the_trainer_of_a_run_uses_its_adapter_whatever_is_active(call, tmp_path):
+    many = together("bert", TWO, tmp_path)
+    many.train()
+    # new arguments empty what accelerate keeps, as any other trainer does
+    arguments(tmp_path / "other", 0)
+    many.model.set_active_adapters("a")
+    many.model.active_head = "a"
+    trainer = many.runs["b"].trainer
+    rows = rows_of("bert", "b", 4)
+    found = getattr(trainer, call)(rows)
+    alone = model_of("bert", TWO)
+    alone.load_state_dict(many.model.state_dict())
+    alone.train_adapter("b")
+    expected = getattr(
+        AdapterTrainer(alone, trainer.args, data_collator=collate, eval_dataset=rows), call
+    )(rows)
+    found, expected = (getattr(each, "metrics", each) for each in (found, expected))
+    key = "eval_loss" if call == "evaluate" else "test_loss"
+    assert found[key] == pytest.approx(expected[key], abs=1e-6)
+    assert str(many.model.active_adapters) == str(Stack("a"))
+
+
 def test_random_numbers_of_a_run_do_not_depend_on_others(tmp_path):
     """With dropout the first run takes its turn alone, once with another run beside it."""
     rows = rows_of("gpt_neox", "a")
@@ -359,6 +382,7 @@ def test_what_would_be_wrong_is_refused_before_anything_changes(tmp_path):
         (CheckpointError, "no run has", lambda: many.train(resume_from_checkpoint=True)),
         (UnknownNameError, "'z'", lambda: many.train(resume_from_checkpoint={"z": "x"})),
         (StateError, "no runs", lambda: MultiAdapterTrainer(model).train()),
+        (StateError, "run 'a'", lambda: many.runs["a"].trainer.train()),
         (ConfigError, "at_once=0", lambda: MultiAdapterTrainer(model, at_once=0)),
         (StateError, "no adapters", lambda: MultiAdapterTrainer(torch.nn.Linear(2, 2))),
     ):
