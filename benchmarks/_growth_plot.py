@@ -34,7 +34,10 @@ def plot(document: dict[str, Any], title: str = "How costs grow") -> str:
     panels = document["panels"]
     shared = [n for n in ("adapterzoo", "PEFT") if any(n in p["curves"] for p in panels.values())]
     height = _TOP + _ROW * math.ceil(len(panels) / _COLUMNS) + 8
-    colors = {_class(name): (light, dark) for name, (_, light, dark) in CURVES.items()}
+    drawn = {name for panel in panels.values() for name in panel["curves"]}
+    colors = {
+        _class(name): (light, dark) for name, (_, light, dark) in CURVES.items() if name in drawn
+    }
     parts = [
         opening(title, _WIDTH, height, colors),
         f'<text class="text title" x="24" y="36">{title}</text>',
