@@ -294,7 +294,7 @@ _SHARED: tuple[tuple[Row, tuple[str, ...]], ...] = (
     )),
     (Row(post_norm="!do_stable_layer_norm"), ("hubert", "unispeech", "unispeech-sat", "wav2vec2")),
     (_HYPER, ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")),
-    (_HYPER_WIDE, ("qwen4_exp", "qwen4_exp_text")),
+    (_HYPER_WIDE, ("Qwen4ExpTextDecoderLayer",)),
     (Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"), (
         "SeamlessM4TConformerAdapterLayer", "SeamlessM4Tv2ConformerAdapterLayer",
     )),
