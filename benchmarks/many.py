@@ -274,10 +274,12 @@ def measured(rounds: int) -> dict[str, Any]:
     spread: dict[str, Ratio] = {}
     times: dict[str, list[list[float]]] = {}
     memory: dict[str, list[list[float]]] = {}
+    sizes: dict[str, int] = {}
     for title, (rows, counts) in ROWS.items():
         name = f"8 adapters of four methods, {title}"
         spread[name] = compared(base, jobs_of(8, rows, METHODS), rounds)
         one = peak(1, rows)
+        sizes[title] = round(one)
         for count in counts:
             value = compared(base, jobs_of(count, rows), FEW.get(count, rounds))
             part = peak(count, rows) / (count * one)
@@ -290,7 +292,7 @@ def measured(rounds: int) -> dict[str, Any]:
         "equal": equal,
         "time": {name: asdict(value) for name, value in spread.items()},
         "MiB of the base model": round(peak(0, 1)),
-        "MiB of one run": {title: round(peak(1, rows)) for title, (rows, _) in ROWS.items()},
+        "MiB of one run": sizes,
         "panels": {
             "CPU time of n adapters in one run": {"unit": "n runs = 1", "curves": times},
             "peak memory of n adapters in one run": {"unit": "n processes = 1", "curves": memory},

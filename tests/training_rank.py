@@ -52,12 +52,12 @@ METHODS = {
 BASES: dict[str, dict[str, Any]] = {
     "float": {},
     "4-bit": {},
-    "float, checkpointed": {"gradient_checkpointing": True},
-    "float, autocast": {"bf16": True},
-    "float, offloaded": {},
+    "checkpointed": {"gradient_checkpointing": True},
+    "autocast": {"bf16": True},
+    "offloaded": {},
 }
 # autocast is for float32, and the packed layers compute in it
-OF_FLOAT32 = ("4-bit", "float, autocast")
+OF_FLOAT32 = ("4-bit", "autocast")
 # head, trainer and family
 TRAINERS = {
     "Trainer": "llama",
@@ -153,7 +153,7 @@ def offloaded(cls: Any, config: Any, folder: Path, dtype: torch.dtype) -> dict[s
 
 
 # bases that are read from a folder → arguments of `from_pretrained`
-LOADED = {"4-bit": in_4_bits, "float, offloaded": offloaded}
+LOADED = {"4-bit": in_4_bits, "offloaded": offloaded}
 
 
 def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dtype) -> Any:

@@ -611,20 +611,23 @@ def _assign(
             part.norms.setdefault(place, name)
     if alone and alone in (*numbered, *(name for name, _, _ in placed)):
         # one norm before parallel sub-layers (GPT-J), or before the only one
-        owner = parent(alone)
-        for part in parts:
-            if not owner or part.out.startswith(f"{owner}."):
-                part.norms.setdefault("pre", alone)
+        for part in _below(parent(alone), parts):
+            part.norms.setdefault("pre", alone)
         return
     kinds: tuple[SubLayerKind, ...] = ("attention", "mixer", "cross", "mlp")
     for owner in dict.fromkeys(map(parent, numbered)):
         beside = sorted(name for name in numbered if parent(name) == owner)
-        below = [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
+        below = _below(owner, parts)
         # no block has both attention and a mixer among its parts
         by_kind = len(below) < len(kinds)
         below.sort(key=lambda part: kinds.index(part.kind) if by_kind else part.place)
         for name, part in zip(beside, below, strict=False):
             part.norms.setdefault("at", name)
+
+
+def _below(owner: str, parts: list[_Part]) -> list[_Part]:
+    """Return the sub-layers within a module of the block; all of them for the block itself."""
+    return [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
 
 
 def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:
