@@ -412,6 +412,25 @@ def refuse_deepspeed(folder: Path) -> None:
         )
 
 
+# --- transformers' tensor parallelism ---
+
+
+def transformers_saves_ties_once(model: Any, options: dict[str, Any]) -> None:
+    """Leave tied parameters out of the file of a model that a `tp_plan` has split.
+
+    transformers finds them by their memory, of which each has its own once its parts are gathered.
+    A file with both is larger, and cannot be loaded split where one of the two is not cut: it
+    compares them, and torch refuses that. Tested with transformers 5.24.
+
+    Args:
+        model: in parts.
+        options: of `save_pretrained`.
+    """
+    state = options.get("state_dict") or model.state_dict()
+    ties = model.all_tied_weights_keys
+    options["state_dict"] = {key: tensor for key, tensor in state.items() if key not in ties}
+
+
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from adapterzoo import hosts
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
@@ -25,6 +26,7 @@ from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads import copies, tables
 from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.heads.tables import ADDED
+from adapterzoo.model.sharding import split_over
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, heads_of, is_base
 from adapterzoo.names import check_name
 
@@ -35,12 +37,14 @@ def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
 
     Args:
         model: to save.
-        options: of `save_pretrained`; those that do not fit are removed.
+        options: of `save_pretrained`; those that do not fit are replaced or removed.
     """
     with tables.own_in_place(model) as replaced:
         if replaced:
             # of the embeddings that were active, as transformers' Trainer passes it
             options.pop("state_dict", None)
+        if split_over(model) is not None:
+            hosts.transformers_saves_ties_once(model, options)
         _enter(model)
         try:
             yield

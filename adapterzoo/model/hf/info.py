@@ -323,14 +323,14 @@ class ModelInfo:
         return {theirs: tensors[mine] for theirs, mine in keys.items() if mine in tensors}
 
     def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors that a head shares with the base model, by their names in the head."""
+        """Return what a head shares with the base model, whole, by the names in the head."""
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
         config = named.config_from(self._model, values)
         head = named.built(self._model, config, torch.device("meta"))
         return {
-            key: tensor.detach()
+            key: self._gathering(tensor).detach()
             for key, tensor in head.state_dict(keep_vars=True).items()
             if not tensor.is_meta
         }
