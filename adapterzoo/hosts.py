@@ -223,12 +223,14 @@ def _saves_alone(model: Any) -> bool:
     """Return whether the adapters of a model are saved without its base.
 
     Models of `adapterzoo.peft` have a `save_pretrained` that does so; a base that is trained whole
-    belongs in the file; a sharded model is saved by its engine.
+    belongs in the file; a sharded model is saved by its engine, but not one that a `tp_plan` has
+    split.
     """
     is_of_peft = model is not None and hasattr(type(model), "_mixin")
     if is_of_peft or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return False
-    is_sharded = bool(_above("model.sharding").groups_of(model))
+    sharding = _above("model.sharding")
+    is_sharded = bool(sharding.groups_of(model)) and sharding.split_over(model) is None
     return not is_sharded and bool(_above("trainer").has_frozen_matrix(model))
 
 
@@ -251,7 +253,8 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
             return
 
         def save_pretrained(folder: Any, is_main_process: bool = True, **_: Any) -> None:
-            if is_main_process:
+            # all processes gather what is split, and the first one writes
+            if is_main_process or _above("model.sharding").split_over(own) is not None:
                 _above("trainer").save_trained(own, Path(folder))
 
         # `Trainer` saves what belongs to the model beside it
