@@ -83,6 +83,9 @@ def _tell_trainer(module: Any) -> None:
     _put(module.Trainer, "__init__", trainer_starts)
     _put(module.Trainer, "_get_dataloader", trainer_keeps_texts)
     _put(module.Trainer, "_save", trainer_saves_adapters)
+    _put(module, "save_fsdp_model", trainer_saves_no_base)
+    _put(module.Trainer, "_save_optimizer_and_scheduler", trainer_saves_no_base_of_deepspeed)
+    _put(module, "deepspeed_load_checkpoint", trainer_loads_no_base_of_deepspeed)
     _put(module.Trainer, "_load_from_checkpoint", trainer_resumes_adapters)
     _put(module.Trainer, "_load_best_model", trainer_loads_the_best_adapters)
 
@@ -222,23 +225,21 @@ def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
 def _saves_alone(model: Any) -> bool:
     """Return whether the adapters of a model are saved without its base.
 
-    Models of `adapterzoo.peft` have a `save_pretrained` that does so; a base that is trained whole
-    belongs in the file; a sharded model is saved by its engine, but not one that a `tp_plan` has
-    split.
+    Models of `adapterzoo.peft` have a `save_pretrained` that does so, and a base that is trained
+    whole belongs in the file.
     """
     is_of_peft = model is not None and hasattr(type(model), "_mixin")
     if is_of_peft or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return False
-    sharding = _above("model.sharding")
-    is_sharded = bool(sharding.groups_of(model)) and sharding.split_over(model) is None
-    return not is_sharded and bool(_above("trainer").has_frozen_matrix(model))
+    return bool(_above("trainer").has_frozen_matrix(model))
 
 
 def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` save adapters and heads alone, as it does for models of PEFT.
 
-    It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
-    with it. Tested with transformers 5.24.
+    It would save the whole model in each checkpoint; of a 4-bit one under FSDP2 it cannot write the
+    file. DeepSpeed saves its models itself. A reference of `trl_has_a_reference` is saved with it.
+    Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
@@ -247,22 +248,67 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
         if is_step and self.args.should_save and (reference := _reference(self)) is not None:
             reference.save(folder)
-        # an engine that shards the model has gathered these
-        if state_dict is not None or not _saves_alone(own):
+        is_sharded = own is not None and bool(_above("model.sharding").groups_of(own))
+        # FSDP1 and DeepSpeed have gathered what only they can
+        is_gathered = self.is_deepspeed_enabled or (state_dict is not None and not is_sharded)
+        if is_gathered or not _saves_alone(own):
             save(self, output_dir, state_dict)
             return
-
-        def save_pretrained(folder: Any, is_main_process: bool = True, **_: Any) -> None:
-            # all processes gather what is split, and the first one writes
-            if is_main_process or _above("model.sharding").split_over(own) is not None:
-                _above("trainer").save_trained(own, Path(folder))
-
+        if self.args.should_save or is_sharded:
+            # all processes gather the parts, and the first one writes
+            _above("trainer").save_trained(own, folder)
         # `Trainer` saves what belongs to the model beside it
-        vars(own)["save_pretrained"] = save_pretrained
+        vars(own)["save_pretrained"] = lambda *_, **__: None
         try:
             save(self, output_dir, state_dict)
         finally:
             del vars(own)["save_pretrained"]
+
+    return told
+
+
+def trainer_saves_no_base(save: Callable[..., None]) -> Callable[..., None]:
+    """Let `Trainer` under FSDP2 leave out the file of the whole model that it resumes from.
+
+    It does so for models of PEFT; `trainer_saves_adapters` has saved what is trained. Files of the
+    parts are left to FSDP2, which then saves nothing else. Tested with transformers 5.24.
+    """
+
+    @functools.wraps(save)
+    def told(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        is_saved = plugin.fsdp_version == 2 and "FULL_STATE_DICT" in str(plugin.state_dict_type)
+        if not (is_saved and _saves_alone(_adapted(model))):
+            save(plugin, accelerator, model, *args, **kwargs)
+
+    return told
+
+
+def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..., None]:
+    """Let `Trainer` under DeepSpeed save what is trained for resuming, as for models of PEFT.
+
+    DeepSpeed cannot load a whole 4-bit model again. Tested with DeepSpeed 0.19.8 and transformers
+    5.24.
+    """
+
+    @functools.wraps(save)
+    def told(self: Any, output_dir: str) -> None:
+        is_ours = self.is_deepspeed_enabled and _saves_alone(_adapted(self.model))
+        with deepspeed_saves_trained(self.model_wrapped) if is_ours else contextlib.nullcontext():
+            save(self, output_dir)
+
+    return told
+
+
+def trainer_loads_no_base_of_deepspeed(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `Trainer` under DeepSpeed resume from what `trainer_saves_no_base_of_deepspeed` saves.
+
+    It loads strictly. Tested with DeepSpeed 0.19.8 and transformers 5.24.
+    """
+
+    @functools.wraps(load)
+    def told(engine: Any, folder: str, load_module_strict: bool = True) -> Any:
+        is_strict = load_module_strict and not _saves_alone(_adapted(engine.module))
+        return load(engine, folder, load_module_strict=is_strict)
 
     return told
 
@@ -361,12 +407,19 @@ def deepspeed_saves_trained(engine: Any) -> Iterator[None]:
     Args:
         engine: of DeepSpeed.
     """
+    if "module_state_dict" in vars(engine):
+        # told already
+        yield
+        return
     state = engine.module_state_dict
 
     def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
         every = engine.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in every if not parameter.requires_grad}
-        return {key: t for key, t in state(*args, **kwargs).items() if key not in frozen}
+        # scales of a packed weight stand below its name
+        below = tuple(f"{name}." for name in frozen)
+        tensors = state(*args, **kwargs)
+        return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
 
     engine.module_state_dict = trained
     engine.save_checkpoint = functools.partial(

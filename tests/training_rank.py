@@ -91,7 +91,7 @@ def engine_on_a_cpu(engine: str) -> Iterator[None]:
     """Let accelerate 1.15 and DeepSpeed 0.19.8 shard on the CPU over gloo.
 
     Accelerate ignores both there without a word: it lists only kinds of GPUs, and takes the number
-    of processes for 1 under DeepSpeed.
+    of processes for 1 under DeepSpeed. transformers 5.24 asks for a GPU before it rounds.
     """
     if engine not in SHARDED:
         yield
@@ -100,12 +100,16 @@ def engine_on_a_cpu(engine: str) -> Iterator[None]:
     from accelerate.utils import DistributedType
 
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    found = PartialState._prepare_backend
-    PartialState._prepare_backend = lambda *_a, **_k: ("gloo", DistributedType.MULTI_GPU)
+    gpus = (PartialState, "_prepare_backend", lambda *_a, **_k: ("gloo", DistributedType.MULTI_GPU))
+    rounds = (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+    found = [(owner, name, getattr(owner, name)) for owner, name, _ in (gpus, rounds)]
     try:
+        for each in (gpus, rounds):
+            setattr(*each)
         yield
     finally:
-        PartialState._prepare_backend = found
+        for each in found:
+            setattr(*each)
 
 
 def deepspeed_config(stage: int) -> dict[str, Any]:
@@ -156,28 +160,36 @@ def offloaded(cls: Any, config: Any, folder: Path, dtype: torch.dtype) -> dict[s
 LOADED = {"4-bit": in_4_bits, "offloaded": offloaded}
 
 
-def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dtype) -> Any:
-    """A tiny model with a trained adapter `a`, the same in all processes."""
-    # the arguments of an earlier ZeRO-3 run let models be partitioned when they are made
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
-    family = TRAINERS[trainer]
+def plain_of(trainer: str) -> Any:
+    """A tiny model without adapters."""
     torch.manual_seed(0)
+    family = TRAINERS[trainer]
     config = tiny_config(family)
     # dropout draws other numbers in each process
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"):
         setattr(config, name, 0.0)
     cls = {"llama": transformers.LlamaForCausalLM, "bert": transformers.BertModel,
            "whisper": transformers.WhisperForConditionalGeneration}[family]  # fmt: skip
-    own = AutoAdapterModel if trainer == "AdapterTrainer" else cls
-    plain = cls(config)
+    return cls(config)
+
+
+def stored_at(trainer: str, folder: Path) -> Path:
+    """Where each process wrote a tiny model before they joined; then, only the first one writes."""
+    return folder / f"{TRAINERS[trainer]} of rank {rank()}"
+
+
+def model_of(trainer: str, method: str, base: str, folder: Path, dtype: torch.dtype) -> Any:
+    """A tiny model with a trained adapter `a`, the same in all processes."""
+    # the arguments of an earlier ZeRO-3 run let models be partitioned when they are made
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    plain = plain_of(trainer)
+    own = AutoAdapterModel if trainer == "AdapterTrainer" else type(plain)
     if base in LOADED:
-        at = folder / f"{family} of rank {rank()}"
-        if not at.exists():
-            plain.save_pretrained(at)
-        model = own.from_pretrained(at, **LOADED[base](own, config, at, dtype))
+        at = stored_at(trainer, folder)
+        model = own.from_pretrained(at, **LOADED[base](own, plain.config, at, dtype))
         model = model if trainer == "AdapterTrainer" else adapterzoo.init(model)
     elif trainer == "AdapterTrainer":
-        model = AutoAdapterModel.from_config(config)
+        model = AutoAdapterModel.from_config(plain.config)
     else:
         model = adapterzoo.init(plain)
     torch.manual_seed(1)
@@ -323,6 +335,9 @@ def save(model: Any, folder: Path) -> None:
 def main(engine: str, folder: Path, way: str, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    for trainer, _, base in (case.split("/") for case in cases):
+        if base in LOADED:
+            plain_of(trainer).save_pretrained(stored_at(trainer, folder))
     for case in cases:
         if rank() == 0 and way == "train":
             shutil.rmtree(folder / case, ignore_errors=True)

@@ -45,7 +45,7 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
         weight = getattr(whole, "weight", None)
         own = [table for table in reading if cast("Any", tree.modules[table]).weight is weight]
         # a part of the model may read other tokens than the model
-        alone = whole is None and len(reading) == 1
+        alone = whole is None and len(reading) == 1 and not _closed(NO_TOKENS, tree)
         return reading[own[0]] if own else next(iter(reading.values())) if alone else None
     # a module that is not of transformers may add its positions behind its embeddings
     says = "get_input_embeddings" in dir(tree.modules[""])
@@ -246,7 +246,7 @@ INLINE = frozenset(
         "MPNetSelfAttention", "MaskFormerSwinSelfAttention", "MegatronBertSelfAttention",
         "MgpstrAttention", "MobileViTSelfAttention", "MptAttention", "MultiHeadAttention",
         "MvpAttention", "PvtEfficientSelfAttention", "PvtV2SelfAttention", "RemBertSelfAttention",
-        "RoFormerSelfAttention", "SamHQVisionAttention", "SamVisionAttention", "SegGptAttention",
+        "RoFormerSelfAttention", "SamHQVisionAttention", "SamVisionAttention",
         "TapasSelfAttention", "TimesformerSelfAttention", "TvpAttention",
         "UnlimitedOcrSamVisionAttention", "ViltSelfAttention", "VisualBertSelfAttention",
         "VitDetAttention", "XGLMAttention",

@@ -670,6 +670,8 @@ def is_quantized(layer: nn.Module) -> bool:
         return True
     # of AutoBitLinear, which rounds its weight in each call
     rounds = getattr(layer, "online_quant", False)
+    # of Linear4bit, whose weight is a DTensor of packed numbers once it is sharded
+    rounds = rounds or getattr(layer, "quant_state", None) is not None
     return rounds or any("scale" in name for name in (*layer._parameters, *layer._buffers))
 
 

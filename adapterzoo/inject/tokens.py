@@ -35,6 +35,9 @@ _IGNORED = -100
 _COUNTS = "cache_length", "past_key_values_length"
 _NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
 
+# starts of the names of arguments that belong to other inputs, which may be as long as the tokens
+_OF_OTHERS = "decoder_", "pixel_"
+
 
 def join(
     prompts: Prompts,
@@ -127,7 +130,7 @@ def join(
     if embeds is not None:
         changed["inputs_embeds"] = joined.extended(embeds, 0.0)
     for name, value in given.items():
-        if name not in _NO_TOKENS and name != "position_ids" and not name.startswith("decoder_"):
+        if name not in (*_NO_TOKENS, "position_ids") and not name.startswith(_OF_OTHERS):
             changed[name] = _extended(joined, name, value, t.shape[:2])
     return joined, changed
 

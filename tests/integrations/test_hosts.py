@@ -15,8 +15,11 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from families import tiny_config
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -88,7 +91,7 @@ def test_every_fact_is_told_and_shown():
     facts = re.findall(
         r"^def ((?:trainer|trl|transformers|accelerator|deepspeed)s?_\w+)", room, re.M
     )
-    assert len(facts) == 20
+    assert len(facts) == 24
     shown = set(re.findall(r"# (\w+)$", here, re.M))
     assert shown == {*facts}
     # each says with which releases it was tested
@@ -132,6 +135,32 @@ def test_a_checkpoint_would_be_the_whole_model(tmp_path, forget):
     forget(Trainer, "_save")
     trainer(named(), tmp_path / "plain", **SAVING).train()
     assert (tmp_path / "plain" / "checkpoint-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_fsdp_would_save_the_base_beside_it(tmp_path, forget, told):
+    # trainer_saves_no_base
+    if not told:
+        forget(transformers.trainer, "save_fsdp_model")
+    plugin, accelerator = FullyShardedDataParallelPlugin(fsdp_version=2), Accelerator(cpu=True)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    transformers.trainer.save_fsdp_model(plugin, accelerator, named(), str(tmp_path))
+    assert [*tmp_path.iterdir()] == [tmp_path / "pytorch_model_fsdp.bin"] * (not told)
+
+
+def test_a_tied_parameter_would_be_saved_twice(tmp_path):
+    # transformers_saves_ties_once
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = AutoAdapterModel.from_config(config)
+    model.add_causal_lm_head("task")
+    # of a model that is split, each tensor is gathered; test_tensor_parallel.py does that
+    options = {"state_dict": {key: t.clone() for key, t in model.state_dict().items()}}
+    PreTrainedModel.save_pretrained(model, tmp_path / "plain", **options)
+    adapterzoo.hosts.transformers_saves_ties_once(model, options)
+    PreTrainedModel.save_pretrained(model, tmp_path / "told", **options)
+    both = {*load_file(tmp_path / "plain" / "model.safetensors")}
+    assert both - {*load_file(tmp_path / "told" / "model.safetensors")} == {"heads.task.3.weight"}
 
 
 def test_a_checkpoint_of_adapters_would_not_be_found(tmp_path, forget):
@@ -203,8 +232,9 @@ class Engine:
         return folder, None
 
 
-def test_deepspeed_would_save_the_base(tmp_path, monkeypatch):
+def test_deepspeed_would_save_the_base(tmp_path, monkeypatch, forget):
     # deepspeed_saves_trained
+    # trainer_saves_no_base_of_deepspeed
     # a class of DeepSpeed, which need not be here
     monkeypatch.setattr(
         transformers.trainer, "DeepSpeedSchedulerWrapper", type(None), raising=False
@@ -212,22 +242,39 @@ def test_deepspeed_would_save_the_base(tmp_path, monkeypatch):
     plain = trainer(named(), tmp_path)
     plain.is_deepspeed_enabled = True
     plain.model_wrapped = engine = Engine(plain.model)
+    trained = {n for n, p in plain.model.named_parameters() if p.requires_grad}
+    plain._save_optimizer_and_scheduler(str(tmp_path))
+    assert engine.noted["without frozen"]
+    assert {*engine.noted["keys"]} == trained
+    forget(Trainer, "_save_optimizer_and_scheduler")
     plain._save_optimizer_and_scheduler(str(tmp_path))
     assert not engine.noted["without frozen"]
     with adapterzoo.hosts.deepspeed_saves_trained(engine):
         plain._save_optimizer_and_scheduler(str(tmp_path))
-    trained = [n for n, p in plain.model.named_parameters() if p.requires_grad]
     assert engine.noted["without frozen"]
-    assert {*engine.noted["keys"]} == {*trained}
+    assert {*engine.noted["keys"]} == trained
+
+
+def test_scales_of_packed_weights_are_not_saved_without_them():
+    engine = Engine(named())
+    state = engine.module.state_dict()
+    frozen = next(n for n, p in engine.module.named_parameters() if not p.requires_grad)
+    engine.module.state_dict = lambda: {**state, f"{frozen}.quant_state.made_up": None}
+    with adapterzoo.hosts.deepspeed_saves_trained(engine):
+        assert not any(key.startswith(frozen) for key in engine.module_state_dict())
 
 
 def test_deepspeed_would_look_for_the_base(tmp_path):
     # deepspeed_loads_trained
+    # trainer_loads_no_base_of_deepspeed
     (tmp_path / "global_step2").mkdir()
     engine = Engine(named())
     deepspeed_load_checkpoint(engine, str(tmp_path))
     assert engine.noted == {"strict": True}
     adapterzoo.hosts.deepspeed_loads_trained(engine, tmp_path)
+    assert engine.noted == {"strict": False}
+    engine.noted = {}
+    transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
     assert engine.noted == {"strict": False}
 
 

@@ -681,3 +681,22 @@ def test_what_embeds_in_another_way_is_refused():
     model.embeddings.forward = lambda **kwargs: torch.zeros(2, 9, 32, dtype=torch.float64)
     with pytest.raises(StateError, match="without calling"):
         model(input_ids=IDS)
+
+
+def test_the_mask_of_an_image_may_be_as_long_as_the_text():
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4}  # fmt: skip
+    text = {**small, "vocab_size": 99, "max_position_embeddings": 16, "projection_size": 32}
+    vision = {**small, "patch_size": 2, "num_patches": 4}
+    config = AutoConfig.for_model("siglip2", text_config=text, vision_config=vision)
+    model = init(AutoModel.from_config(config).double().eval())
+    model.add_adapter("a", prompt())
+    model.set_active_adapters("a")
+    tokens = IDS.shape[1]
+    both = model(
+        input_ids=IDS, pixel_values=torch.randn(2, tokens, 12, dtype=torch.float64),
+        pixel_attention_mask=torch.ones(2, tokens, dtype=torch.long),
+        spatial_shapes=torch.tensor([[2, 3], [2, 3]]),
+    )  # fmt: skip
+    alone = model.text_model(input_ids=IDS).pooler_output
+    torch.testing.assert_close(both.text_embeds, alone / alone.norm(dim=-1, keepdim=True))

@@ -97,6 +97,9 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
         kind: "output" for the module that makes h, "norm" for the norm after the addition,
             "block" for the block's output.
         captures: whether the adapter needs the residual stream before the sub-layer.
+
+    Raises:
+        SiteError: the sub-layer reads more features than the stream has.
     """
     path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
     role, width = _SIGN[sub.kind][0], block.d_model
@@ -104,6 +107,12 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
         # a second stream may be narrower than the text's (the layout's in LiLT)
         ways_out = (s for s in block.sites if s.path == sub.out and s.role == role)
         width = next((site.d_out for site in ways_out), width)
+    reads = next((site.d_in for site in block.sites if site.path == sub.source), width)
+    if captures and reads != width:
+        raise SiteError(
+            f"{sub.source!r} reads {reads} features, and the residual stream has {width} "
+            f"({block.note}). Write {LOCATIONS[sub.kind]}=False, or LoRAConfig()."
+        )
     return Site(
         path=path or sub.out,
         role=role,
