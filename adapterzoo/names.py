@@ -24,8 +24,8 @@ _BYTES = 200
 _FORBIDDEN = r"./\\:|()*?\"<>\x00-\x1f\x7f\ud800-\udfff"
 _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 
-# transformers finds modules by getattr
-_TAKEN = frozenset(dir(nn.ModuleDict()))
+# transformers finds modules by getattr; the last is that of the container itself
+_TAKEN = frozenset(dir(nn.ModuleDict())) | {"name_prefix"}
 
 
 def check_name(name: object, other: str | None = None) -> str:

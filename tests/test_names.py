@@ -62,6 +62,8 @@ def test_names_are_strings(name):
 @example("..\u00b7")
 @example("train")
 @example("values")
+@example("prefix")
+@example("name_prefix")
 def test_what_is_legal_stays_one_folder_and_one_key(name):
     try:
         check_name(name)

@@ -94,10 +94,10 @@ def put(
     if container not in link.containers:
         modules[container] = new = AdapterDict().train(layer.training)
         if isinstance(adapter, Contained):
-            new.prefix = adapter.prefix
+            new.name_prefix = adapter.prefix
         link.containers.append(container)
     held = cast("AdapterDict", modules[container])
-    held[name.removeprefix(held.prefix)] = adapter.train(layer.training)
+    held[name.removeprefix(held.name_prefix)] = adapter.train(layer.training)
 
 
 def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
@@ -147,7 +147,7 @@ def take(layer: nn.Module, name: str) -> Adapter:
     adapter: Adapter = adapters_of(layer)[name]
     container, link = container_of(adapter), cast("Adapted", layer)._link
     held = cast("AdapterDict", layer._modules[container])
-    del held._modules[name.removeprefix(held.prefix)]
+    del held._modules[name.removeprefix(held.name_prefix)]
     if not held:
         del layer._modules[container]
         link.containers.remove(container)

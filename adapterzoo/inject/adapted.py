@@ -51,13 +51,13 @@ SHARED = SharedModules.container
 
 
 class AdapterDict(nn.ModuleDict):
-    """Modules by name; any name is legal, also `train` or `type`.
+    """Modules by name: the names that `check_name` takes.
 
     Attributes:
-        prefix: precedes the names in compositions, see `Contained`.
+        name_prefix: precedes the names in compositions, see `Contained`.
     """
 
-    prefix: str = ""
+    name_prefix: str = ""
 
     def __setitem__(self, key: str, module: nn.Module) -> None:
         """Add the module; `add_module` would reject the names of its own methods."""
@@ -87,14 +87,14 @@ def adapters_of(layer: Any) -> dict[str, Any]:
     # runs at every layer in each forward: most have one container
     containers: list[str] = layer._link.containers
     found: dict[str, Any]
-    if len(containers) == 1 and not (only := layer._modules[containers[0]]).prefix:
+    if len(containers) == 1 and not (only := layer._modules[containers[0]]).name_prefix:
         found = only._modules
         return found
     found = {}
     for container in containers:
         held = layer._modules[container]
         for key, module in held._modules.items():
-            found[held.prefix + key] = module
+            found[held.name_prefix + key] = module
     return found
 
 
