@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,16 +101,12 @@ def engine_on_a_cpu(engine: str) -> Iterator[None]:
     from accelerate.utils import DistributedType
 
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    gpus = (PartialState, "_prepare_backend", lambda *_a, **_k: ("gloo", DistributedType.MULTI_GPU))
-    rounds = (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
-    found = [(owner, name, getattr(owner, name)) for owner, name, _ in (gpus, rounds)]
-    try:
-        for each in (gpus, rounds):
-            setattr(*each)
+    gpus, replaced = ("gloo", DistributedType.MULTI_GPU), mock.patch.object
+    with (
+        replaced(PartialState, "_prepare_backend", return_value=gpus),
+        replaced(transformers.training_args, "is_torch_bf16_gpu_available", return_value=True),
+    ):
         yield
-    finally:
-        for each in found:
-            setattr(*each)
 
 
 def deepspeed_config(stage: int) -> dict[str, Any]:
