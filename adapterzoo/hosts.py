@@ -82,6 +82,7 @@ def _tell_trainer(module: Any) -> None:
     """Tell transformers' `Trainer`, and so all trainers that are made of it."""
     _put(module.Trainer, "__init__", trainer_starts)
     _put(module.Trainer, "_get_dataloader", trainer_keeps_texts)
+    _put(module.Trainer, "save_model", trainer_gathers_adapters)
     _put(module.Trainer, "_save", trainer_saves_adapters)
     _put(module, "save_fsdp_model", trainer_saves_no_base)
     _put(module.Trainer, "_save_optimizer_and_scheduler", trainer_saves_no_base_of_deepspeed)
@@ -129,6 +130,9 @@ def _above(name: str) -> Any:
 
 
 # --- transformers ---
+
+# files of adapters in a checkpoint without the base
+_ADAPTERS = "*/adapter.safetensors"
 
 
 def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
@@ -222,24 +226,45 @@ def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
     return batch
 
 
+def _is_frozen(model: Any) -> bool:
+    """Return whether a model with adapters has a frozen base, which no checkpoint needs."""
+    return model is not None and bool(_above("trainer").has_frozen_matrix(model))
+
+
 def _saves_alone(model: Any) -> bool:
     """Return whether the adapters of a model are saved without its base.
 
-    Models of `adapterzoo.peft` have a `save_pretrained` that does so, and a base that is trained
-    whole belongs in the file.
+    Models of `adapterzoo.peft` have a `save_pretrained` that does so.
     """
-    is_of_peft = model is not None and hasattr(type(model), "_mixin")
-    if is_of_peft or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
-        return False
-    return bool(_above("trainer").has_frozen_matrix(model))
+    is_ours = isinstance(model, sys.modules["transformers"].PreTrainedModel)
+    return is_ours and not hasattr(type(model), "_mixin") and _is_frozen(model)
+
+
+def trainer_gathers_adapters(save: Callable[..., None]) -> Callable[..., None]:
+    """Let `Trainer` under FSDP2 and DeepSpeed save a model in all processes, without its base.
+
+    It would gather the whole model for the first process, which fails over a 4-bit base, or save
+    nothing. FSDP1 alone can gather what it has wrapped. Tested with transformers 5.24.
+    """
+
+    @functools.wraps(save)
+    def told(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        is_fsdp1 = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1
+        if is_fsdp1 or not _saves_alone(_adapted(self.model)):
+            save(self, output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return told
 
 
 def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` save adapters and heads alone, as it does for models of PEFT.
 
-    It would save the whole model in each checkpoint; of a 4-bit one under FSDP2 it cannot write the
-    file. DeepSpeed saves its models itself. A reference of `trl_has_a_reference` is saved with it.
-    Tested with transformers 5.24.
+    It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
+    with it. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
@@ -248,13 +273,10 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
         if is_step and self.args.should_save and (reference := _reference(self)) is not None:
             reference.save(folder)
-        is_sharded = own is not None and bool(_above("model.sharding").groups_of(own))
-        # FSDP1 and DeepSpeed have gathered what only they can
-        is_gathered = self.is_deepspeed_enabled or (state_dict is not None and not is_sharded)
-        if is_gathered or not _saves_alone(own):
+        if state_dict is not None or not _saves_alone(own):
             save(self, output_dir, state_dict)
             return
-        if self.args.should_save or is_sharded:
+        if self.args.should_save or _above("model.sharding").groups_of(own):
             # all processes gather the parts, and the first one writes
             _above("trainer").save_trained(own, folder)
         # `Trainer` saves what belongs to the model beside it
@@ -268,47 +290,15 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def trainer_saves_no_base(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under FSDP2 leave out the file of the whole model that it resumes from.
+    """Let `Trainer` under FSDP2 leave out the files of the whole model that it resumes from.
 
-    It does so for models of PEFT; `trainer_saves_adapters` has saved what is trained. Files of the
-    parts are left to FSDP2, which then saves nothing else. Tested with transformers 5.24.
+    `trainer_saves_adapters` has saved what is trained. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
     def told(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        is_saved = plugin.fsdp_version == 2 and "FULL_STATE_DICT" in str(plugin.state_dict_type)
-        if not (is_saved and _saves_alone(_adapted(model))):
+        if plugin.fsdp_version == 1 or not _saves_alone(_adapted(model)):
             save(plugin, accelerator, model, *args, **kwargs)
-
-    return told
-
-
-def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under DeepSpeed save what is trained for resuming, as for models of PEFT.
-
-    DeepSpeed cannot load a whole 4-bit model again. Tested with DeepSpeed 0.19.8 and transformers
-    5.24.
-    """
-
-    @functools.wraps(save)
-    def told(self: Any, output_dir: str) -> None:
-        is_ours = self.is_deepspeed_enabled and _saves_alone(_adapted(self.model))
-        with deepspeed_saves_trained(self.model_wrapped) if is_ours else contextlib.nullcontext():
-            save(self, output_dir)
-
-    return told
-
-
-def trainer_loads_no_base_of_deepspeed(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `Trainer` under DeepSpeed resume from what `trainer_saves_no_base_of_deepspeed` saves.
-
-    It loads strictly. Tested with DeepSpeed 0.19.8 and transformers 5.24.
-    """
-
-    @functools.wraps(load)
-    def told(engine: Any, folder: str, load_module_strict: bool = True) -> Any:
-        is_strict = load_module_strict and not _saves_alone(_adapted(engine.module))
-        return load(engine, folder, load_module_strict=is_strict)
 
     return told
 
@@ -358,8 +348,7 @@ def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., 
 def _restored(trainer: Any, folder: str) -> bool:
     """Fill the adapters of a trainer's model from a checkpoint that has them alone."""
     own = _adapted(trainer.model)
-    is_whole = any(Path(folder, name).exists() for name in ("config.json", "pytorch_model_fsdp_0"))
-    if is_whole or not _saves_alone(own):
+    if own is None or not any(Path(folder).glob(_ADAPTERS)):
         return False
     with naming(f"checkpoint {folder!r}"):
         _above("trainer").restore_trained(own, Path(folder))
@@ -396,60 +385,67 @@ def accelerator_states() -> tuple[Any, ...]:
 _STEP = "global_step*"
 
 
-@contextlib.contextmanager
-def deepspeed_saves_trained(engine: Any) -> Iterator[None]:
-    """Let an engine save checkpoints without the frozen parameters in the block.
+def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..., None]:
+    """Let `Trainer` under DeepSpeed leave the frozen parameters out of what it resumes from.
 
-    `Trainer` asks for this only for models of PEFT, so that every checkpoint would hold the base;
-    and DeepSpeed leaves a tied parameter out under the first of its names alone. Tested with
-    DeepSpeed 0.19.8 and transformers 5.24.
-
-    Args:
-        engine: of DeepSpeed.
+    It does so for models of PEFT alone, and DeepSpeed leaves a tied parameter out under the first
+    of its names alone. Tested with DeepSpeed 0.19.8 and transformers 5.24.
     """
-    if "module_state_dict" in vars(engine):
-        # told already
-        yield
-        return
-    state = engine.module_state_dict
 
-    def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        every = engine.module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in every if not parameter.requires_grad}
-        # scales of a packed weight stand below its name
-        below = tuple(f"{name}." for name in frozen)
-        tensors = state(*args, **kwargs)
-        return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
+    @functools.wraps(save)
+    def told(self: Any, output_dir: str) -> None:
+        if not (self.is_deepspeed_enabled and _is_frozen(_adapted(self.model))):
+            save(self, output_dir)
+            return
+        engine = self.model_wrapped
+        state = engine.module_state_dict
 
-    engine.module_state_dict = trained
-    engine.save_checkpoint = functools.partial(
-        engine.save_checkpoint, exclude_frozen_parameters=True
-    )
-    try:
-        yield
-    finally:
-        del engine.save_checkpoint, engine.module_state_dict
+        def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            every = engine.module.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in every if not parameter.requires_grad}
+            # scales of a packed weight stand below its name
+            below = tuple(f"{name}." for name in frozen)
+            tensors = state(*args, **kwargs)
+            return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
 
-
-def deepspeed_loads_trained(engine: Any, folder: Path) -> None:
-    """Load the state of the optimizer, the scheduler and the loss scale.
-
-    `Trainer` loads strictly, and the files have no frozen parameters. Tested with DeepSpeed 0.19.8
-    and transformers 5.24.
-
-    Args:
-        engine: of DeepSpeed.
-        folder: of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is of another engine.
-    """
-    if not any(folder.glob(_STEP)):
-        raise CheckpointError(
-            f"{str(folder)!r} was not saved under DeepSpeed, which cannot read its optimizer. "
-            "Write deepspeed=None, or load_adapter(…) and train without resuming."
+        engine.module_state_dict = trained
+        engine.save_checkpoint = functools.partial(
+            engine.save_checkpoint, exclude_frozen_parameters=True
         )
-    engine.load_checkpoint(str(folder), load_module_strict=False)
+        try:
+            save(self, output_dir)
+        finally:
+            del engine.save_checkpoint, engine.module_state_dict
+
+    return told
+
+
+def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..., None]:
+    """Let `Trainer` under DeepSpeed resume from what `trainer_saves_no_base_of_deepspeed` saves.
+
+    It loads strictly. DeepSpeed that does not would leave another adapter as it is, so that the
+    adapters are filled, and compared, from their own files first. Tested with DeepSpeed 0.19.8 and
+    transformers 5.24.
+    """
+
+    @functools.wraps(load)
+    def told(engine: Any, folder: str, load_module_strict: bool = True) -> None:
+        own = _adapted(engine.module)
+        if not _is_frozen(own):
+            load(engine, folder, load_module_strict=load_module_strict)
+            return
+        if not any(Path(folder).glob(_STEP)):
+            raise CheckpointError(
+                f"{folder!r} was not saved under DeepSpeed, which cannot read its optimizer. "
+                "Write deepspeed=None, or load_adapter(…) and train without resuming."
+            )
+        if any(Path(folder).glob(_ADAPTERS)):
+            _above("trainer").state_of(Path(folder))
+            with naming(f"checkpoint {folder!r}"):
+                _above("trainer").restore_trained(own, Path(folder))
+        load(engine, folder, load_module_strict=False)
+
+    return told
 
 
 def refuse_deepspeed(folder: Path) -> None:

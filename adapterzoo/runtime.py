@@ -158,6 +158,7 @@ class CallContext:
             the parameters that it has built.
         running: layers whose own forward runs, if others read their parameters too.
         stacks: running calls of encoders and decoders, innermost last.
+        has_joined: whether a module of the running call has got the tokens that adapters add.
         generation: of the running `generate`.
         prefixes: of running attentions, innermost last.
     """
@@ -170,6 +171,7 @@ class CallContext:
         """
         self._default = default
         self.stacks: list[Frame] = []
+        self.has_joined = False
         self.generation: Generation | None = None
         self.prefixes: list[tuple[nn.Module, Prefix]] = []
         self.captures: dict[str, Tensor] = {}

@@ -346,11 +346,6 @@ class AdapterTrainer(Trainer):
             resume_from_checkpoint = str(found[-1]) if found else True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    @property
-    def _is_sharded(self) -> bool:
-        """Return whether an engine may have only a part of each parameter in a process."""
-        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapters and heads; call it in all processes.
 
@@ -359,9 +354,6 @@ class AdapterTrainer(Trainer):
             _internal_call: whether `Trainer` itself calls, and pushes later.
         """
         with self._raised_in_all() if self._saves_checkpoint else nullcontext():
-            if not self._is_sharded:
-                super().save_model(output_dir, _internal_call)
-                return
             # Trainer gathers the base model for FSDP and DeepSpeed, or saves nothing
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
@@ -371,8 +363,7 @@ class AdapterTrainer(Trainer):
         folder = Path(output_dir or cast("str", self.args.output_dir))
         if self._saves_checkpoint:
             _refuse_another(self._part(), folder)
-        is_divided = sharding.groups_of(self._adapted) or sharding.split_over(self._adapted)
-        if self.args.should_save or is_divided:
+        if self.args.should_save or sharding.groups_of(self._adapted):
             # parts are gathered in all processes, and the first one writes
             save_trained(self._adapted, folder, self._part())
         if not self.args.should_save:
@@ -394,12 +385,8 @@ class AdapterTrainer(Trainer):
         return sharding.raised_in_all(self.args.world_size)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled:
-            with hosts.deepspeed_saves_trained(self.model_wrapped):
-                super()._save_optimizer_and_scheduler(output_dir)
-            return
         # as one process writes it, for any number of processes to resume from
-        is_sharded = bool(sharding.groups_of(self._adapted))
+        is_sharded = not self.is_deepspeed_enabled and bool(sharding.groups_of(self._adapted))
         state = sharding.whole_state(self.optimizer) if is_sharded else None
         with self._raised_in_all():
             if state is None:
@@ -416,19 +403,6 @@ class AdapterTrainer(Trainer):
         # the state of the trainer, which is written next, tells that all processes are done
         with self._raised_in_all():
             super()._save_rng_state(output_dir)
-
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        prepare = cast("Any", super())._prepare_for_training
-        if not self.is_deepspeed_enabled or resume_from_checkpoint is None:
-            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
-        prepared = prepare(max_steps, train_dataloader, None)
-        self._load_from_checkpoint(resume_from_checkpoint)
-        hosts.deepspeed_loads_trained(self.model_wrapped, Path(resume_from_checkpoint))
-        self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        self._load_scaler(resume_from_checkpoint)
-        return prepared
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = None if checkpoint is None else Path(checkpoint)

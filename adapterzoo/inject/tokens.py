@@ -51,7 +51,8 @@ def join(
     Args:
         prompts: the tokens that the plan adds.
         rows: which rows take which part of the composition; None if all take all.
-        path: of the called module; that of the base model for the whole model.
+        path: of the called module, which has the stack; that of the base model for the whole
+            model.
         given: arguments of the call, by name.
         generation: the running `generate`, None outside.
 
@@ -63,8 +64,6 @@ def join(
         StateError: the mask does not show which tokens are real, or there are too many.
     """
     tokens = prompts.tokens
-    if not below(tokens.stack, path):
-        return None, {}
     encoded = given.get("encoder_outputs")
     if tokens.is_encoder and encoded is not None:
         return _after_encoder(prompts, rows, given, encoded[0])
@@ -396,11 +395,15 @@ def recorded_call(
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     joined = context.joined
-    is_first = plan.prompts is not None and joined is None
+    is_first = (
+        plan.prompts is not None and joined is None and below(plan.prompts.tokens.stack, path)
+    )
+    if not context.stacks:
+        context.has_joined = False
     if is_first and plan.prompts is not None:
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
-            args, kwargs, given = (), changed, changed
+            args, kwargs, given, context.has_joined = (), changed, changed, True
     shared = None if path else functools.partial(shared_of, module)
     adding = joined if joined is not None and joined.adds else None
     places = None
@@ -422,6 +425,11 @@ def recorded_call(
         if path in plan.counted and not with_head and NUMBERS in positions:
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
+        if plan.prompts is not None and is_first and outer is None and not context.has_joined:
+            raise StateError(
+                f"{_names(plan.prompts)} adds tokens, and no module of this call takes them. "
+                "Pass input_ids [batch, tokens], or activate an adapter of another method."
+            )
         adds = is_first and joined is not None and joined.adds and joined.count > 0
         if joined is not None and adds and not joined.is_called:
             at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings

@@ -30,7 +30,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import peft as mixin_of_peft
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.utils import import_utils
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -43,7 +42,9 @@ import adapterzoo
 import adapterzoo.hosts
 import adapterzoo.peft as library
 from adapterzoo import AutoAdapterModel
+from adapterzoo.errors import CheckpointError
 from adapterzoo.peft_arguments import PEFT_VERSION
+from adapterzoo.trainer import save_trained
 
 QUIET: dict[str, Any] = {
     "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
@@ -67,8 +68,8 @@ def world(tmp_path):
     return World(tmp_path)
 
 
-def named() -> Any:
-    torch.manual_seed(0)
+def named(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     model = AutoAdapterModel.from_config(tiny_config("bert"))
     for name in ("a", "b"):
         model.add_adapter(name, "lora[r=2]")
@@ -91,7 +92,7 @@ def test_every_fact_is_told_and_shown():
     facts = re.findall(
         r"^def ((?:trainer|trl|transformers|accelerator|deepspeed)s?_\w+)", room, re.M
     )
-    assert len(facts) == 24
+    assert len(facts) == 23
     shown = set(re.findall(r"# (\w+)$", here, re.M))
     assert shown == {*facts}
     # each says with which releases it was tested
@@ -135,6 +136,26 @@ def test_a_checkpoint_would_be_the_whole_model(tmp_path, forget):
     forget(Trainer, "_save")
     trainer(named(), tmp_path / "plain", **SAVING).train()
     assert (tmp_path / "plain" / "checkpoint-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("engine", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_the_whole_model_would_be_gathered(tmp_path, forget, monkeypatch, engine):
+    # trainer_gathers_adapters
+    made = trainer(named(), tmp_path)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    monkeypatch.setattr(type(made.accelerator.state), "fsdp_plugin", plugin, raising=False)
+    asked = []
+    monkeypatch.setattr(made.accelerator, "get_state_dict", lambda m: asked.append(m) or {})
+    setattr(made, engine, True)
+    made.model_wrapped = made.deepspeed = Engine(made.model)
+    made.deepspeed.config = {}
+    made.save_model(str(tmp_path / "told"))
+    assert not asked
+    assert (tmp_path / "told" / "a" / "adapter.safetensors").is_file()
+    forget(Trainer, "save_model")
+    made.save_model(str(tmp_path / "plain"))
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -232,16 +253,21 @@ class Engine:
         return folder, None
 
 
-def test_deepspeed_would_save_the_base(tmp_path, monkeypatch, forget):
-    # deepspeed_saves_trained
-    # trainer_saves_no_base_of_deepspeed
+def under_deepspeed(tmp_path, monkeypatch, model):
+    """Return a trainer of a model with the state of an engine of DeepSpeed, and the engine."""
     # a class of DeepSpeed, which need not be here
     monkeypatch.setattr(
         transformers.trainer, "DeepSpeedSchedulerWrapper", type(None), raising=False
     )
-    plain = trainer(named(), tmp_path)
-    plain.is_deepspeed_enabled = True
-    plain.model_wrapped = engine = Engine(plain.model)
+    made = trainer(model, tmp_path)
+    made.is_deepspeed_enabled = True
+    made.model_wrapped = engine = Engine(made.model)
+    return made, engine
+
+
+def test_deepspeed_would_save_the_base(tmp_path, monkeypatch, forget):
+    # trainer_saves_no_base_of_deepspeed
+    plain, engine = under_deepspeed(tmp_path, monkeypatch, named())
     trained = {n for n, p in plain.model.named_parameters() if p.requires_grad}
     plain._save_optimizer_and_scheduler(str(tmp_path))
     assert engine.noted["without frozen"]
@@ -249,33 +275,44 @@ def test_deepspeed_would_save_the_base(tmp_path, monkeypatch, forget):
     forget(Trainer, "_save_optimizer_and_scheduler")
     plain._save_optimizer_and_scheduler(str(tmp_path))
     assert not engine.noted["without frozen"]
-    with adapterzoo.hosts.deepspeed_saves_trained(engine):
-        plain._save_optimizer_and_scheduler(str(tmp_path))
-    assert engine.noted["without frozen"]
-    assert {*engine.noted["keys"]} == trained
 
 
-def test_scales_of_packed_weights_are_not_saved_without_them():
-    engine = Engine(named())
+def test_scales_of_packed_weights_are_not_saved_without_them(tmp_path, monkeypatch):
+    plain, engine = under_deepspeed(tmp_path, monkeypatch, named())
     state = engine.module.state_dict()
     frozen = next(n for n, p in engine.module.named_parameters() if not p.requires_grad)
     engine.module.state_dict = lambda: {**state, f"{frozen}.quant_state.made_up": None}
-    with adapterzoo.hosts.deepspeed_saves_trained(engine):
-        assert not any(key.startswith(frozen) for key in engine.module_state_dict())
+    plain._save_optimizer_and_scheduler(str(tmp_path))
+    assert not any(key.startswith(frozen) for key in engine.noted["keys"])
 
 
-def test_deepspeed_would_look_for_the_base(tmp_path):
-    # deepspeed_loads_trained
+def test_deepspeed_would_look_for_the_base(tmp_path, forget):
     # trainer_loads_no_base_of_deepspeed
-    (tmp_path / "global_step2").mkdir()
     engine = Engine(named())
-    deepspeed_load_checkpoint(engine, str(tmp_path))
-    assert engine.noted == {"strict": True}
-    adapterzoo.hosts.deepspeed_loads_trained(engine, tmp_path)
-    assert engine.noted == {"strict": False}
-    engine.noted = {}
+    with pytest.raises(CheckpointError, match="not saved under DeepSpeed"):
+        transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
+    (tmp_path / "global_step2").mkdir()
     transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
     assert engine.noted == {"strict": False}
+    forget(transformers.trainer, "deepspeed_load_checkpoint")
+    transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
+    assert engine.noted == {"strict": True}
+
+
+def test_deepspeed_would_leave_another_adapter_as_it_is(tmp_path):
+    (tmp_path / "global_step2").mkdir()
+    saved = named()
+    save_trained(saved, tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    engine = Engine(named(1))
+    transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
+    trained = dict(saved.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        assert not parameter.requires_grad or torch.equal(parameter, trained[name])
+    engine = Engine(named())
+    engine.module.add_adapter("another", "lora")
+    with pytest.raises(CheckpointError, match="another"):
+        transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
 
 
 # --- transformers and PEFT ---

@@ -700,3 +700,15 @@ def test_the_mask_of_an_image_may_be_as_long_as_the_text():
     )  # fmt: skip
     alone = model.text_model(input_ids=IDS).pooler_output
     torch.testing.assert_close(both.text_embeds, alone / alone.norm(dim=-1, keepdim=True))
+
+
+def test_a_call_without_room_for_the_tokens_is_refused():
+    model = init(plain("t5"))
+    model.add_adapter("a", prompt())
+    given = {"attention_mask": RIGHT, "decoder_input_ids": IDS}
+    short = model.get_encoder()(IDS, attention_mask=RIGHT)
+    model.set_active_adapters("a")
+    with pytest.raises(StateError, match="Pass input_ids"):
+        model(encoder_outputs=short, **given)
+    encoded = model.get_encoder()(IDS, attention_mask=RIGHT)
+    assert torch.equal(model(encoder_outputs=encoded, **given)[0], model(IDS, **given)[0])

@@ -86,7 +86,7 @@ CONFIGS = [
     # a method at a site that the model lacks
     ("deberta-v2", "prefix_tuning", SiteError, "computes scores by itself", "LoRAConfig()"),
     ("vit", "prefix_tuning[positions='shifted']", SiteError, "no module", "positions='kept'"),
-    ("bart", "prefix_tuning[positions='shifted']", SiteError, "embed_positions", "'kept'"),
+    ("clip", "prefix_tuning[positions='shifted']", SiteError, "position_embedding", "'kept'"),
     ("bert", "seq_bn[cross_adapter=True]", SiteError, "has such a part", "cross_adapter=False"),
     ("bert", "lora[target_modules=['nope']]", SiteError, "'nope'", "'all-linear'"),
     ("bert", "vera[target_modules=['word_embeddings']]", ConfigError, "an embedding", "exclude"),
