@@ -87,6 +87,7 @@ def _tell_trainer(module: Any) -> None:
     _put(module, "save_fsdp_model", trainer_saves_no_base)
     _put(module.Trainer, "_save_optimizer_and_scheduler", trainer_saves_no_base_of_deepspeed)
     _put(module, "deepspeed_load_checkpoint", trainer_loads_no_base_of_deepspeed)
+    _put(module, "deepspeed_init", deepspeed_gets_one_dtype)
     _put(module.Trainer, "_load_from_checkpoint", trainer_resumes_adapters)
     _put(module.Trainer, "_load_best_model", trainer_loads_the_best_adapters)
 
@@ -444,6 +445,27 @@ def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..
             with naming(f"checkpoint {folder!r}"):
                 _above("trainer").restore_trained(own, Path(folder))
         load(engine, folder, load_module_strict=False)
+
+    return told
+
+
+def deepspeed_gets_one_dtype(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let DeepSpeed train parameters of several dtypes, such as DoRA's over half precision.
+
+    It puts them into one tensor: stage 2 widens them but not their inputs, and stage 3 refuses
+    them. An engine that computes in half precision rounds all of them afterwards. Tested with
+    DeepSpeed 0.19.8 and transformers 5.24.
+    """
+
+    @functools.wraps(init)
+    def told(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        own = _adapted(trainer.model)
+        trained = [p for p in own.parameters() if p.requires_grad] if own is not None else []
+        # an earlier engine has partitioned them
+        if len({p.dtype for p in trained}) > 1 and not any(hasattr(p, "ds_id") for p in trained):
+            for parameter in trained:
+                parameter.data = parameter.data.float()
+        return init(trainer, *args, **kwargs)
 
     return told
 

@@ -2,6 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/distributed.py --tiny
     accelerate launch --num_processes 2 examples/distributed.py --tiny
+    accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 \
+        --fsdp_transformer_layer_cls_to_wrap BertLayer examples/distributed.py --tiny
+    accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 examples/distributed.py --tiny
 
 `--tiny` makes a small BERT with random weights and rows with a rule in them, so that nothing is
 downloaded. Without it the model and the reviews of quickstart are used, or those that are named.
@@ -61,11 +64,13 @@ def main() -> None:
     result = trainer.train()
     if dist.is_initialized():
         model.verify_replicas()
+    # in all processes: each may have a part of the parameters, and the first one writes
+    trainer.save_model(str(options.output))
+    fingerprint = model.adapter_fingerprint(NAME)
     if trainer.is_world_process_zero():
-        model.save_adapter(options.output / NAME, NAME)
         print(f"processes {args.world_size}, steps {result.global_step}")
         print(f"mean loss {result.training_loss:.4f}")
-        print(f"saved {options.output / NAME}: {model.adapter_fingerprint(NAME)}")
+        print(f"saved {options.output / NAME}: {fingerprint}")
     if dist.is_initialized():
         # the others wait for the file
         dist.barrier()

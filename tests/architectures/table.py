@@ -83,8 +83,8 @@ def _configs(strings: tuple[str, ...]) -> dict[str, list[AdapterConfig]]:
     found: dict[str, dict[type, AdapterConfig]] = {}
     for text in strings:
         if text != "union" and len((config := AdapterConfig.load(small(text))).members) == 1:
-            # a few ReLUs may be off for all of a few tokens, and give no gradient
-            changed = {"non_linearity": "gelu", "reduction_factor": 4}
+            # of a few tokens all may be where ReLU, or GELU in float32, is flat: no gradient
+            changed = {"non_linearity": "leaky_relu", "reduction_factor": 4}
             kept = [name for name in changed if config.get(name) is not None]
             config = config.replace(**{name: changed[name] for name in kept})
             # bottlenecks sit in blocks, and these in front of the first one too
@@ -187,10 +187,19 @@ def cell(tiny: TinyModel, configs: Sequence[AdapterConfig]) -> tuple[str, str]:
             continue
         except Exception as error:  # noqa: BLE001  whatever a method raises is its failure
             return RED, type(error).__name__
+        if failures and _unreached(tiny, config):
+            return "", "its sites are in a part of the model that these inputs do not reach"
         if failures:
             return RED, ", ".join(dict.fromkeys(f.check for f in failures))
         return (f"{GREEN} some" if refusal else GREEN), refusal
     return "", refusal or misfit
+
+
+def _unreached(tiny: TinyModel, config: AdapterConfig) -> bool:
+    """Whether the inputs reach no site, such as text alone a method in the tower of images."""
+    case = ModelCase(config, tiny=tiny)
+    model = case.trained("a")
+    return case.silent(model).issuperset(path for path, _ in model.adapter_modules("a") if path)
 
 
 def _short(error: SiteError | ConfigError) -> str:

@@ -92,7 +92,7 @@ def test_every_fact_is_told_and_shown():
     facts = re.findall(
         r"^def ((?:trainer|trl|transformers|accelerator|deepspeed)s?_\w+)", room, re.M
     )
-    assert len(facts) == 23
+    assert len(facts) == 24
     shown = set(re.findall(r"# (\w+)$", here, re.M))
     assert shown == {*facts}
     # each says with which releases it was tested
@@ -297,6 +297,24 @@ def test_deepspeed_would_look_for_the_base(tmp_path, forget):
     forget(transformers.trainer, "deepspeed_load_checkpoint")
     transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
     assert engine.noted == {"strict": True}
+
+
+def test_deepspeed_would_get_several_dtypes(tmp_path, forget):
+    # deepspeed_gets_one_dtype
+    model = named()
+    model.add_adapter("d", "dora[r=2]")
+    model.train_adapter("d")
+    model.to(torch.bfloat16)
+    made = trainer(model, tmp_path)
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    told = transformers.trainer.deepspeed_init
+    forget(transformers.trainer, "deepspeed_init")
+    for init, expected in ((transformers.trainer.deepspeed_init, dtypes), (told, {torch.float32})):
+        # there is no config of DeepSpeed
+        with pytest.raises((AttributeError, ImportError)):
+            init(made, 1)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == expected
 
 
 def test_deepspeed_would_leave_another_adapter_as_it_is(tmp_path):

@@ -228,9 +228,10 @@ class Magnitudes(LowRankUpdate):
             m = self._parameters["m"]
             if m is None or not (t is m or t is m.grad):
                 return made
-            dtype = compute_dtype(made.dtype)
+            # a move keeps what an engine has rounded, beside its own float32 copy
+            is_cast = made.dtype is not t.dtype
             # the result of the cast is already rounded
-            return made if made.dtype is dtype else t.to(made.device, dtype)
+            return t.to(made.device, compute_dtype(made.dtype)) if is_cast else made
 
         super()._apply(kept_wide, recurse)  # type: ignore[no-untyped-call]
         return self
