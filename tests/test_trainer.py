@@ -633,7 +633,7 @@ def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no whole trainer_state.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no complete trainer_state.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
