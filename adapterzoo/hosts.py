@@ -1,11 +1,11 @@
-"""What transformers, accelerate, DeepSpeed and TRL must be told of models with adapters.
+"""Patches of transformers, accelerate, DeepSpeed and TRL, for models with adapters.
 
-It is the only place for this. Each function is one fact about a host: the versions on which it was
-tested, the reason, and how the host is told. `tests/integrations/test_hosts.py` shows for each that
-the plain host is wrong without it. Models without adapters of this library are left to the host.
+All patches are in this file. Each public function is one patch; its docstring gives the reason and
+the versions on which it was tested. `tests/integrations/test_hosts.py` shows for each patch what
+goes wrong in the plain host. Models without adapters of this library run in the plain host.
 
-`import adapterzoo` calls `watch`: modules of hosts are told when they are loaded, or at once. It
-imports no host, and nothing that imports torch.
+`import adapterzoo` calls `watch`, which patches the modules of hosts that are loaded, and the
+others once they are. It imports no host, and nothing that imports torch.
 """
 
 from __future__ import annotations
@@ -25,98 +25,98 @@ from typing import Any, cast
 
 from .errors import CheckpointError, ConfigError, StateError, naming
 
-# --- when hosts are told ---
+# --- when hosts are patched ---
 
 
 def watch() -> None:
-    """Tell the modules of hosts that are loaded, and others when they are; twice is harmless."""
+    """Patch the modules of hosts that are loaded, and others once they are; twice is harmless."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, module in [*sys.modules.items()]:
-        if isinstance(module, ModuleType) and (tell := _telling(name)) is not None:
-            tell(module)
+        if isinstance(module, ModuleType) and (patch := _patch_of(name)) is not None:
+            patch(module)
 
 
-def _telling(name: str) -> Callable[[ModuleType], None] | None:
-    """Return what tells a module of this name; None if there is nothing to tell."""
+def _patch_of(name: str) -> Callable[[ModuleType], None] | None:
+    """Return the function that patches a module of this name; None if there is none."""
     if name == "transformers.trainer":
-        return _tell_trainer
-    return _tell_trl if name.startswith("trl.") else None
+        return _patch_trainer
+    return _patch_trl if name.startswith("trl.") else None
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of hosts as the other finders do, and tells them."""
+    """Finds modules of hosts as the other finders do, and patches them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that is told once it is loaded."""
-        if (tell := _telling(name)) is None:
+        """Return the spec of a module that is patched once it is loaded."""
+        if (patch := _patch_of(name)) is None:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = cast("Any", _Loader(spec.loader, tell))
+                    spec.loader = cast("Any", _Loader(spec.loader, patch))
                 return spec
         return None
 
 
 class _Loader:
-    """Loads a module as another loader does, and tells it."""
+    """Loads a module as another loader does, and patches it."""
 
-    def __init__(self, loader: Any, tell: Callable[[ModuleType], None]) -> None:
-        self.loader, self.tell = loader, tell
+    def __init__(self, loader: Any, patch: Callable[[ModuleType], None]) -> None:
+        self.loader, self.patch = loader, patch
 
     def exec_module(self, module: Any) -> None:
-        """Run the module, then tell it."""
+        """Run the module, then patch it."""
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        self.tell(module)
+        self.patch(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
 
-def _tell_trainer(module: Any) -> None:
-    """Tell transformers' `Trainer`, and so all trainers that are made of it."""
-    _put(module.Trainer, "__init__", trainer_starts)
-    _put(module.Trainer, "_get_dataloader", trainer_keeps_texts)
-    _put(module.Trainer, "save_model", trainer_gathers_adapters)
-    _put(module.Trainer, "_save", trainer_saves_adapters)
-    _put(module, "save_fsdp_model", trainer_saves_no_base)
-    _put(module.Trainer, "_save_optimizer_and_scheduler", trainer_saves_no_base_of_deepspeed)
-    _put(module, "deepspeed_load_checkpoint", trainer_loads_no_base_of_deepspeed)
-    _put(module, "deepspeed_init", deepspeed_gets_one_dtype)
-    _put(module.Trainer, "_load_from_checkpoint", trainer_resumes_adapters)
-    _put(module.Trainer, "_load_best_model", trainer_loads_the_best_adapters)
+def _patch_trainer(module: Any) -> None:
+    """Patch transformers' `Trainer`, and so all its subclasses."""
+    _wrap(module.Trainer, "__init__", trainer_starts)
+    _wrap(module.Trainer, "_get_dataloader", trainer_keeps_texts)
+    _wrap(module.Trainer, "save_model", trainer_gathers_adapters)
+    _wrap(module.Trainer, "_save", trainer_saves_adapters)
+    _wrap(module, "save_fsdp_model", trainer_saves_no_base)
+    _wrap(module.Trainer, "_save_optimizer_and_scheduler", trainer_saves_no_base_of_deepspeed)
+    _wrap(module, "deepspeed_load_checkpoint", trainer_loads_no_base_of_deepspeed)
+    _wrap(module, "deepspeed_init", deepspeed_gets_one_dtype)
+    _wrap(module.Trainer, "_load_from_checkpoint", trainer_resumes_adapters)
+    _wrap(module.Trainer, "_load_best_model", trainer_loads_the_best_adapters)
 
 
-def _tell_trl(module: Any) -> None:
-    """Tell a module of TRL."""
-    _put(module, "PeftConfig", trl_knows_configs)
-    _put(module, "get_peft_model", trl_adds_adapters)
-    _put(module, "create_model_from_path", trl_has_a_reference)
-    _put(module, "add_fused_lm_head", trl_leaves_out_no_layer)
+def _patch_trl(module: Any) -> None:
+    """Patch a module of TRL."""
+    _wrap(module, "PeftConfig", trl_knows_configs)
+    _wrap(module, "get_peft_model", trl_adds_adapters)
+    _wrap(module, "create_model_from_path", trl_has_a_reference)
+    _wrap(module, "add_fused_lm_head", trl_leaves_out_no_layer)
     for cls in [*vars(module).values()]:
         if not isinstance(cls, type) or cls.__module__ != module.__name__:
             continue
-        _put(cls, "_iter_named_params", trl_sends_merged_weights)
+        _wrap(cls, "_iter_named_params", trl_sends_merged_weights)
         if any(base.__module__ == "transformers.trainer" for base in cls.__mro__):
-            _put(cls, "__init__", trl_rounds_as_modules_do)
+            _wrap(cls, "__init__", trl_rounds_as_modules_do)
 
 
-def _put(owner: Any, name: str, told: Callable[[Any], Any]) -> None:
-    """Put what a fact makes of a host's function or class in its place, once."""
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a function or class of a host by its patched version, once."""
     given = vars(owner).get(name)
-    if given is not None and "_untold" not in vars(given):
-        made = told(given)
-        made._untold = given
-        setattr(owner, name, made)
+    if given is not None and "_unpatched" not in vars(given):
+        patched = wrapper(given)
+        patched._unpatched = given
+        setattr(owner, name, patched)
 
 
 def _adapted(model: object) -> Any:
-    """Return a model with adapters without wrappers of torch; None if it has none."""
+    """Return the model without wrappers of torch; None if it has no adapters."""
     anatomy: Any = sys.modules.get("adapterzoo.anatomy")
     if anatomy is None or not hasattr(model, "_modules"):
         return None
@@ -126,25 +126,25 @@ def _adapted(model: object) -> Any:
 
 
 def _above(name: str) -> Any:
-    """Return a module of a higher floor."""
+    """Return a module that this one may not import at its top, by its path in the package."""
     return importlib.import_module(f"adapterzoo.{name}")
 
 
 # --- transformers ---
 
-# files of adapters in a checkpoint without the base
+# the adapters' files in a checkpoint without the base model
 _ADAPTERS = "*/adapter.safetensors"
 
 
 def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` accept quantized models, and find the labels of named heads.
 
-    It trains a quantized model only with adapters of PEFT, and looks for labels in the signature of
-    the model's class, which all heads share. Tested with transformers 5.24.
+    It accepts a quantized model only with adapters of PEFT, and reads the names of labels from the
+    signature of the model's class, which all heads share. Tested with transformers 5.24.
     """
 
     @functools.wraps(init)
-    def told(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+    def patched(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
         own = _adapted(model)
         _unhide(own)
         with trained_when_quantized(own):
@@ -153,7 +153,7 @@ def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
         if own is not None and self.args.label_names is None:
             self.label_names = labels_of(own) or self.label_names
 
-    return told
+    return patched
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def trained_when_quantized(model: Any) -> Iterator[None]:
 
 
 def labels_of(model: Any) -> list[str]:
-    """Return the names of the labels of the active named heads; none of a static head.
+    """Return the label names of the active named heads; an empty list for a static head.
 
     Args:
         model: with adapters.
@@ -184,13 +184,13 @@ def labels_of(model: Any) -> list[str]:
 
 
 def trainer_keeps_texts(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Let batches of `Trainer` have the texts of `adapter_names` and `task_ids`.
+    """Let batches of `Trainer` keep the strings of `adapter_names` and `task_ids`.
 
-    Collators make tensors, and texts cannot become tensors. Tested with transformers 5.24.
+    Collators make tensors, and strings cannot become tensors. Tested with transformers 5.24.
     """
 
     @functools.wraps(make)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = self.data_collator
         if _adapted(self.model) is not None:
             self.data_collator = functools.partial(collated, given)
@@ -199,13 +199,13 @@ def trainer_keeps_texts(make: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             self.data_collator = given
 
-    return told
+    return patched
 
 
 def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
-    """Return a batch with the texts of `adapter_names` and `task_ids`, one for each row.
+    """Return a batch with the strings of `adapter_names` and `task_ids`, one for each row.
 
-    transformers' collators drop texts, or fail on them.
+    transformers' collators drop strings, or fail on them.
 
     Args:
         collator: makes the batch.
@@ -235,21 +235,21 @@ def _is_frozen(model: Any) -> bool:
 def _saves_alone(model: Any) -> bool:
     """Return whether the adapters of a model are saved without its base.
 
-    Models of `adapterzoo.peft` have a `save_pretrained` that does so.
+    Not for models of `adapterzoo.peft`, whose own `save_pretrained` does so.
     """
     is_ours = isinstance(model, sys.modules["transformers"].PreTrainedModel)
     return is_ours and not hasattr(type(model), "_mixin") and _is_frozen(model)
 
 
 def trainer_gathers_adapters(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under FSDP2 and DeepSpeed save a model in all processes, without its base.
+    """Let `Trainer` under FSDP2 and DeepSpeed save adapters and heads from all processes.
 
-    It would gather the whole model for the first process, which fails over a 4-bit base, or save
-    nothing. FSDP1 alone can gather what it has wrapped. Tested with transformers 5.24.
+    It would gather the whole model for the first process, which fails for a 4-bit base model, or
+    save nothing. Only FSDP1 can gather what it has wrapped. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
-    def told(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def patched(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         is_fsdp1 = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1
         if is_fsdp1 or not _saves_alone(_adapted(self.model)):
             save(self, output_dir, _internal_call)
@@ -258,18 +258,18 @@ def trainer_gathers_adapters(save: Callable[..., None]) -> Callable[..., None]:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    return told
+    return patched
 
 
 def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` save adapters and heads alone, as it does for models of PEFT.
+    """Let `Trainer` save only adapters and heads, as it does for models of PEFT.
 
     It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
-    with it. Tested with transformers 5.24.
+    too. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
-    def told(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def patched(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         own, folder = _adapted(self.model), Path(output_dir or self.args.output_dir)
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
         if is_step and self.args.should_save and (reference := _reference(self)) is not None:
@@ -278,50 +278,50 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
             save(self, output_dir, state_dict)
             return
         if self.args.should_save or _above("model.sharding").groups_of(own):
-            # all processes gather the parts, and the first one writes
+            # all processes gather the shards, and the first one writes
             _above("trainer").save_trained(own, folder)
-        # `Trainer` saves what belongs to the model beside it
+        # `Trainer` still saves the tokenizer and the arguments
         vars(own)["save_pretrained"] = lambda *_, **__: None
         try:
             save(self, output_dir, state_dict)
         finally:
             del vars(own)["save_pretrained"]
 
-    return told
+    return patched
 
 
 def trainer_saves_no_base(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under FSDP2 leave out the files of the whole model that it resumes from.
+    """Let `Trainer` under FSDP2 not write the files of the whole model that it would resume from.
 
-    `trainer_saves_adapters` has saved what is trained. Tested with transformers 5.24.
+    `trainer_saves_adapters` has saved the trained parameters. Tested with transformers 5.24.
     """
 
     @functools.wraps(save)
-    def told(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def patched(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if plugin.fsdp_version == 1 or not _saves_alone(_adapted(model)):
             save(plugin, accelerator, model, *args, **kwargs)
 
-    return told
+    return patched
 
 
 def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` resume from a checkpoint with adapters alone.
+    """Let `Trainer` resume from a checkpoint without the base model.
 
     It looks for files of whole models and of PEFT. Tested with transformers 5.24.
     """
 
     @functools.wraps(load)
-    def told(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    def patched(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         if (reference := _reference(self)) is not None:
             reference.load(Path(resume_from_checkpoint))
         if not _restored(self, resume_from_checkpoint):
             load(self, resume_from_checkpoint, model)
 
-    return told
+    return patched
 
 
 def _reference(trainer: Any) -> Any:
-    """Return the reference of a trainer of TRL that is a copy of trained parameters."""
+    """Return the reference of a TRL trainer if it is a `Reference`, else None."""
     found = getattr(trainer, "ref_model", None)
     return found if _is_reference(found) else None
 
@@ -332,22 +332,22 @@ def _is_reference(model: object) -> bool:
 
 
 def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` load the best model from a checkpoint with adapters alone.
+    """Let `Trainer` load the best model from a checkpoint without the base model.
 
-    It looks for files of whole models and of PEFT, and only warns that there is none. Tested with
+    It looks for files of whole models and of PEFT, and only warns if there are none. Tested with
     transformers 5.5 to 5.24.
     """
 
     @functools.wraps(load)
-    def told(self: Any) -> None:
+    def patched(self: Any) -> None:
         if not _restored(self, self.state.best_model_checkpoint):
             load(self)
 
-    return told
+    return patched
 
 
 def _restored(trainer: Any, folder: str) -> bool:
-    """Fill the adapters of a trainer's model from a checkpoint that has them alone."""
+    """Fill a trainer's model from a checkpoint without the base model; return whether it is one."""
     own = _adapted(trainer.model)
     if own is None or not any(Path(folder).glob(_ADAPTERS)):
         return False
@@ -357,7 +357,7 @@ def _restored(trainer: Any, folder: str) -> bool:
 
 
 def accelerator_divides_no_loss(accelerator: Any) -> None:
-    """Tell accelerate that the trainer divides the loss of accumulated batches.
+    """Keep accelerate from dividing the loss of accumulated batches, as the trainer does so.
 
     Older releases of transformers let accelerate divide it again. Tested with transformers 5.24,
     which does not, and accelerate 1.15.
@@ -369,11 +369,11 @@ def accelerator_divides_no_loss(accelerator: Any) -> None:
 
 
 def accelerator_states() -> tuple[Any, ...]:
-    """Return the classes in which accelerate keeps what is global in a process.
+    """Return the classes in which accelerate keeps the global state of a process.
 
-    All objects of each share one dict, with the devices, the processes and the running
-    accumulation. New `TrainingArguments` empty it for all, so that the trainer of another run no
-    longer finds its own. Tested with accelerate 1.3 to 1.15.
+    All objects of a class share one dict of the devices, the processes and the current step of
+    gradient accumulation. New `TrainingArguments` empty this dict, so that the trainer of another
+    run loses its own state. Tested with accelerate 1.3 to 1.15.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -382,19 +382,19 @@ def accelerator_states() -> tuple[Any, ...]:
 
 # --- DeepSpeed ---
 
-# a folder of DeepSpeed's own files in a checkpoint
+# the folder of DeepSpeed's own files in a checkpoint
 _STEP = "global_step*"
 
 
 def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under DeepSpeed leave the frozen parameters out of what it resumes from.
+    """Let `Trainer` under DeepSpeed save only trained parameters, as for models of PEFT.
 
-    It does so for models of PEFT alone, and DeepSpeed leaves a tied parameter out under the first
-    of its names alone. Tested with DeepSpeed 0.19.8 and transformers 5.24.
+    DeepSpeed cannot load a whole 4-bit model again when it resumes, and leaves out a tied parameter
+    only under the first of its names. Tested with DeepSpeed 0.19.8 and transformers 5.24.
     """
 
     @functools.wraps(save)
-    def told(self: Any, output_dir: str) -> None:
+    def patched(self: Any, output_dir: str) -> None:
         if not (self.is_deepspeed_enabled and _is_frozen(_adapted(self.model))):
             save(self, output_dir)
             return
@@ -404,7 +404,7 @@ def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..
         def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
             every = engine.module.named_parameters(remove_duplicate=False)
             frozen = {name for name, parameter in every if not parameter.requires_grad}
-            # scales of a packed weight stand below its name
+            # the keys of a packed weight's scales start with its name
             below = tuple(f"{name}." for name in frozen)
             tensors = state(*args, **kwargs)
             return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
@@ -418,19 +418,19 @@ def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..
         finally:
             del engine.save_checkpoint, engine.module_state_dict
 
-    return told
+    return patched
 
 
 def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..., None]:
-    """Let `Trainer` under DeepSpeed resume from what `trainer_saves_no_base_of_deepspeed` saves.
+    """Let `Trainer` under DeepSpeed resume from files of `trainer_saves_no_base_of_deepspeed`.
 
-    It loads strictly. DeepSpeed that does not would leave another adapter as it is, so that the
-    adapters are filled, and compared, from their own files first. Tested with DeepSpeed 0.19.8 and
-    transformers 5.24.
+    It loads with `strict=True`. Without it, DeepSpeed ignores an adapter that the checkpoint lacks,
+    so the adapters are compared with, and filled from, their own files first. Tested with DeepSpeed
+    0.19.8 and transformers 5.24.
     """
 
     @functools.wraps(load)
-    def told(engine: Any, folder: str, load_module_strict: bool = True) -> None:
+    def patched(engine: Any, folder: str, load_module_strict: bool = True) -> None:
         own = _adapted(engine.module)
         if not _is_frozen(own):
             load(engine, folder, load_module_strict=load_module_strict)
@@ -446,19 +446,19 @@ def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..
                 _above("trainer").restore_trained(own, Path(folder))
         load(engine, folder, load_module_strict=False)
 
-    return told
+    return patched
 
 
 def deepspeed_gets_one_dtype(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let DeepSpeed train parameters of several dtypes, such as DoRA's over half precision.
+    """Let DeepSpeed train parameters of several dtypes, such as DoRA's in half precision.
 
-    It puts them into one tensor: stage 2 widens them but not their inputs, and stage 3 refuses
-    them. An engine that computes in half precision rounds all of them afterwards. Tested with
+    It stores them in one flat tensor: stage 2 widens them, but not their inputs, and stage 3 raises
+    an error. An engine that computes in half precision rounds all of them afterwards. Tested with
     DeepSpeed 0.19.8 and transformers 5.24.
     """
 
     @functools.wraps(init)
-    def told(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         own = _adapted(trainer.model)
         trained = [p for p in own.parameters() if p.requires_grad] if own is not None else []
         # an earlier engine has partitioned them
@@ -467,21 +467,21 @@ def deepspeed_gets_one_dtype(init: Callable[..., Any]) -> Callable[..., Any]:
                 parameter.data = parameter.data.float()
         return init(trainer, *args, **kwargs)
 
-    return told
+    return patched
 
 
 def refuse_deepspeed(folder: Path) -> None:
-    """Refuse a checkpoint with the optimizer of DeepSpeed, which nothing else can read.
+    """Refuse a checkpoint whose optimizer only DeepSpeed can read.
 
     Args:
         folder: of the checkpoint.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the checkpoint was saved under DeepSpeed.
     """
     if any(folder.glob(_STEP)):
         raise CheckpointError(
-            f"{str(folder)!r} was saved under DeepSpeed, which alone can read its optimizer. "
+            f"{str(folder)!r} was saved under DeepSpeed, and only that can read its optimizer. "
             "Write deepspeed=…, or load_adapter(…) and train without resuming."
         )
 
@@ -492,12 +492,12 @@ def refuse_deepspeed(folder: Path) -> None:
 def transformers_saves_ties_once(model: Any, options: dict[str, Any]) -> None:
     """Leave tied parameters out of the file of a model that a `tp_plan` has split.
 
-    transformers finds them by their memory, of which each has its own once its parts are gathered.
-    A file with both is larger, and cannot be loaded split where one of the two is not cut: it
+    transformers finds ties by shared memory, which gathered copies do not share. A file with both
+    copies is larger, and cannot be loaded split if only one of the two is split: transformers
     compares them, and torch refuses that. Tested with transformers 5.24.
 
     Args:
-        model: in parts.
+        model: split by its `tp_plan`.
         options: of `save_pretrained`.
     """
     state = options.get("state_dict") or model.state_dict()
@@ -511,8 +511,8 @@ def transformers_saves_ties_once(model: Any, options: dict[str, Any]) -> None:
 def transformers_looks_in_folders(module: Any) -> None:
     """Let transformers look for an adapter in the `subfolder` that it is given, and not above it.
 
-    With PEFT installed, a model that is loaded from a sub-folder would get the adapter beside it.
-    Mended in transformers 5.24; tested with that.
+    With PEFT installed, a model that is loaded from a sub-folder would get an adapter from the
+    folder above. Tested with transformers 5.24, which no longer needs this.
 
     Args:
         module: `transformers.integrations.peft`.
@@ -520,17 +520,17 @@ def transformers_looks_in_folders(module: Any) -> None:
     search = module.find_adapter_config_file
 
     @functools.wraps(search)
-    def told(model_id: Any, **options: Any) -> Any:
+    def patched(model_id: Any, **options: Any) -> Any:
         if options.get("subfolder") and Path(model_id).is_dir():
             folder = Path(model_id, options.pop("subfolder"))
             return search(str(folder), **options) if folder.is_dir() else None
         return search(model_id, **options)
 
-    module.find_adapter_config_file = told
+    module.find_adapter_config_file = patched
 
 
 def transformers_looks_again() -> None:
-    """Let transformers look for PEFT: this library imports it, and it looks only once.
+    """Let transformers look for PEFT again: it caches its answer from before `install`.
 
     Tested with transformers 5.24.
     """
@@ -540,7 +540,7 @@ def transformers_looks_again() -> None:
 
 
 def trainers_know_models(**classes: type) -> None:
-    """Give `Trainer` the classes of models that it tests for; it may have imported PEFT's.
+    """Give `Trainer` the model classes for its `isinstance` tests; it may have imported PEFT's.
 
     Tested with transformers 5.24.
 
@@ -553,12 +553,12 @@ def trainers_know_models(**classes: type) -> None:
 
 
 def transformers_takes_this_release(version: str) -> None:
-    """Let transformers' own methods run, which may ask for a release of PEFT that came later.
+    """Let transformers' own methods run even if they ask for a later release of PEFT.
 
     Tested with transformers 5.24.
 
     Args:
-        version: of PEFT, whose names there are.
+        version: of PEFT, whose names `adapterzoo.peft` has.
     """
     from packaging.version import Version
 
@@ -570,7 +570,7 @@ def transformers_takes_this_release(version: str) -> None:
 def transformers_adds_adapters(add: Callable[..., Any], load: Callable[..., Any]) -> None:
     """Let a plain model of transformers get its first adapter from this library.
 
-    Its own methods wrap layers with functions of PEFT, and then read the state of the wrappers.
+    The model's own methods wrap layers with PEFT's functions, and then read the wrappers' state.
     Tested with transformers 5.24.
 
     Args:
@@ -583,12 +583,12 @@ def transformers_adds_adapters(add: Callable[..., Any], load: Callable[..., Any]
 
 # --- TRL ---
 
-# the trainer of TRL that is being made in this thread
+# the TRL trainer under construction in this thread
 _MADE: ContextVar[Any] = ContextVar("_MADE", default=None)
 
 
 def _is_config(value: object) -> bool:
-    """Return whether a value says what adapter to add: a config of this library, or its string."""
+    """Return whether a value is a config of this library, its string, or of `adapterzoo.peft`."""
     config: Any = sys.modules.get("adapterzoo.config")
     return isinstance(value, str) or _is_of_peft(value) or (
         config is not None and isinstance(value, config.AdapterConfig)
@@ -604,28 +604,28 @@ def _is_of_peft(value: object) -> bool:
 def trl_knows_configs(given: type) -> type:
     """Let `peft_config=…` be a config of `adapterzoo.peft`, of this library, or its string.
 
-    TRL's trainers refuse all but instances of PEFT's class. Tested with TRL 1.16.
+    TRL's trainers accept only instances of PEFT's class. Tested with TRL 1.16.
     """
 
-    class Told(type):
+    class Patched(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, given) or _is_config(instance)
 
-    return Told(given.__name__, (), {"__doc__": given.__doc__, "__module__": given.__module__})
+    return Patched(given.__name__, (), {"__doc__": given.__doc__, "__module__": given.__module__})
 
 
 def trl_adds_adapters(get: Callable[..., Any]) -> Callable[..., Any]:
     """Let `peft_config=…` of this library add its adapter, not PEFT's layers.
 
-    A config of `adapterzoo.peft` gives a model of it; others one of `adapterzoo.init`, with the
-    adapter "default". Tested with TRL 1.16.
+    A config of `adapterzoo.peft` gives a model of `adapterzoo.peft`; others give a model of
+    `adapterzoo.init` with the adapter "default". Tested with TRL 1.16.
 
     Raises:
-        StateError: when a trainer is made; the model has adapters.
+        StateError: when a trainer is made; the model already has adapters.
     """
 
     @functools.wraps(get)
-    def told(model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched(model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_config(peft_config):
             return get(model, peft_config, *args, **kwargs)
         if _adapted(model) is not None:
@@ -642,47 +642,47 @@ def trl_adds_adapters(get: Callable[..., Any]) -> Callable[..., Any]:
                 _hide(made)
         return made
 
-    return told
+    return patched
 
 
 def trl_has_a_reference(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the reference of a model with adapters be the model itself, as it was.
+    """Let the reference of a model with adapters be the model as it was when the trainer was made.
 
-    TRL loads the base a second time, from the name in the config, and compares a trained adapter
-    with the bare base. For models of PEFT it keeps a frozen copy of the adapter, or turns off the
-    one that `peft_config` has added. Tested with TRL 1.16.
+    TRL loads the base model a second time, by the name in its config, and compares even an adapter
+    that is already trained with the bare base. For models of PEFT it keeps a frozen copy of the
+    adapter, or turns off the one that `peft_config` has added. Tested with TRL 1.16.
 
     Raises:
-        ConfigError: when a trainer is made; its reference is to follow the policy.
+        ConfigError: when a trainer is made with `sync_ref_model=True`.
     """
 
     @functools.wraps(create)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         trainer = _MADE.get()
         own = _adapted(vars(trainer).get("model")) if trainer is not None else None
         if own is None:
             return create(*args, **kwargs)
         if getattr(trainer.args, "sync_ref_model", False):
             raise ConfigError(
-                "sync_ref_model=True: the reference is not a model of its own. Write "
+                "sync_ref_model=True: the reference is not a separate model. Write "
                 "sync_ref_model=False."
             )
         is_base = vars(trainer).get("_is_new_adapter", False)
         return _above("model.reference").Reference(own, is_base)
 
-    return told
+    return patched
 
 
 def trl_leaves_out_no_layer(add: Callable[..., None]) -> Callable[..., None]:
-    """Refuse what TRL's fused head would leave out.
+    """Refuse models whose logits TRL's fused head would compute wrongly.
 
-    It multiplies hidden states by the weight of `get_output_embeddings()`, and calls neither this
-    layer nor the head. Tested with TRL 1.16.
+    The fused head multiplies hidden states by the weight of `get_output_embeddings()`, and calls
+    neither this layer nor the model's head. Tested with TRL 1.16.
     """
 
     @functools.wraps(add)
-    def told(model: Any, *args: Any, **kwargs: Any) -> None:
-        # a reference calls the policy, which has its fused head
+    def patched(model: Any, *args: Any, **kwargs: Any) -> None:
+        # a reference calls the policy, which already has a fused head
         if _is_reference(model):
             return
         add(model, *args, **kwargs)
@@ -698,7 +698,7 @@ def trl_leaves_out_no_layer(add: Callable[..., None]) -> Callable[..., None]:
 
         model.forward = MethodType(forward, model)
 
-    return told
+    return patched
 
 
 def _refuse_fused(model: Any) -> None:
@@ -718,22 +718,22 @@ def _refuse_fused(model: Any) -> None:
     )
     if is_changed or has_more:
         raise StateError(
-            "TRL reads the output matrix alone, without adapters there and other layers of the "
-            "head. Write AdapterTrainer(…), or add_causal_lm_head(…, layers=1)."
+            "TRL reads only the output matrix, and no adapters there or other layers of the head. "
+            "Write AdapterTrainer(…), or add_causal_lm_head(…, layers=1)."
         )
 
 
 def trl_rounds_as_modules_do(init: Callable[..., None]) -> Callable[..., None]:
     """Let TRL round trained parameters over a quantized base as their modules do.
 
-    It rounds all to bfloat16 but those with the name of PEFT's magnitudes (trl#7268): a rounded
-    magnitude of DoRA is not the norm, and steps smaller than its last digit are lost. Tested with
-    TRL 1.16.
+    TRL rounds all of them to bfloat16, except those named like PEFT's magnitudes (trl#7268). But a
+    rounded magnitude of DoRA no longer equals the norm, and steps smaller than its last digit are
+    lost. Tested with TRL 1.16.
     """
     is_by_name = "lora_magnitude_vector" in init.__code__.co_consts
 
     @functools.wraps(init)
-    def told(self: Any, *args: Any, **kwargs: Any) -> None:
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
         own = _adapted(kwargs.get("model", args[0] if args else None))
         if is_by_name:
             self._rounds_by_name = True
@@ -745,11 +745,11 @@ def trl_rounds_as_modules_do(init: Callable[..., None]) -> Callable[..., None]:
             _MADE.reset(token)
             _unhide(own)
 
-    return told
+    return patched
 
 
 def _hide(model: Any) -> None:
-    """Let TRL pass over the trained modules of adapters; `_unhide` rounds them."""
+    """Make TRL skip the trained modules of adapters; `_unhide` rounds them."""
     names = ("is_loaded_in_4bit", "is_loaded_in_8bit")
     if not any(getattr(model, name, False) for name in names) or "_hidden" in vars(model):
         return
@@ -763,7 +763,7 @@ def _hide(model: Any) -> None:
 
 
 def _unhide(model: Any) -> None:
-    """Round what was hidden, and let it be trained again."""
+    """Round the hidden parameters, and make them trainable again."""
     if model is None or "_hidden" not in vars(model):
         return
     trained, hidden = vars(model).pop("_hidden")
@@ -776,15 +776,15 @@ def _unhide(model: Any) -> None:
 
 
 def trl_sends_merged_weights(send: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
-    """Let vLLM get the weights of a plain model, with the active adapters merged.
+    """Send vLLM the weights of the plain model, with the active adapters merged.
 
-    TRL sends all parameters, by the names that they have in the model. Of models of PEFT it merges
-    the adapters, leaves out theirs, and renames the others; to merge would change what a running
-    Trainer trains. Tested with TRL 1.16.
+    TRL sends all parameters under their names in the model. For models of PEFT it merges the
+    adapters, leaves out their parameters and renames the others; here, merging in place would
+    change what a running Trainer trains. Tested with TRL 1.16.
     """
 
     @functools.wraps(send)
-    def told(self: Any) -> Iterator[Any]:
+    def patched(self: Any) -> Iterator[Any]:
         own = _adapted(self.model)
         if own is None:
             yield from send(self)
@@ -793,4 +793,4 @@ def trl_sends_merged_weights(send: Callable[..., Iterable[Any]]) -> Callable[...
             for name, tensor in _above("model.heads.plain").weights(own):
                 yield name, tensor.detach()
 
-    return told
+    return patched

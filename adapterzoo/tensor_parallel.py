@@ -1,15 +1,15 @@
-"""Tensor parallelism: how a layer is split over processes, and what these have to sum.
+"""Tensor parallelism: how a layer is split over processes, and which sums they exchange.
 
-Paper: Shoeybi et al. 2019, arXiv:1909.08053, §3. A column-parallel layer has some rows of W in each
-process: the input x is whole, and the output y is a part. A row-parallel layer has some columns: x
-is a part, and y is whole, the sum over the processes.
+Paper: Shoeybi et al. 2019, arXiv:1909.08053, §3. In a column-parallel layer, each process has some
+rows of W: the input x is whole, and each process has a part of the output y. In a row-parallel
+layer, each process has some columns of W and a part of x; y, the sum over the processes, is whole.
 
-An adapter at such a layer has the same part of each of its tensors: where a dimension counts output
-features, the part of y, and where it counts input features, the part of x; all else is equal in
-each process. Let t be a product over the input features that each output feature reads, as A x of a
-low-rank update. In a row-parallel layer each process has a summand of t. In a column-parallel layer
-t is whole, and each process has a summand of its gradient. So one sum of t, in the forward or in
-the backward, makes the outputs and all gradients those of one process (`Split.joined`).
+An adapter at such a layer splits its tensors like the layer: a dimension of output features like
+y, and a dimension of input features like x; all else is the same in each process. Let t be a
+product over the input features that every output feature reads, such as A x of a low-rank update.
+In a row-parallel layer, each process has a summand of t. In a column-parallel layer, t is whole,
+and each process has a summand of its gradient. So one sum, of t in the forward or of its gradient
+in the backward, makes the outputs and all gradients those of one process (`Split.joined`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a layer is split over the processes of a mesh; at most one of the two is true.
+    """How a layer is split over the processes of a mesh, along at most one of its two dimensions.
 
     Attributes:
-        mesh: of one dimension.
+        mesh: with one dimension.
         inputs: whether each process has a part of the input features (row-parallel).
         outputs: whether each process has a part of the output features (column-parallel).
         d_in: the number of input features of the whole layer.
@@ -49,7 +49,7 @@ class Split:
         return int(self.mesh.size())
 
     def joined(self, t: Tensor) -> Tensor:
-        """Return a product over the input features, for each output feature to read.
+        """Return the product over all input features, with the gradient from all output features.
 
         Args:
             t: the product over this process's input features, of any shape.
@@ -57,19 +57,19 @@ class Split:
         return self.spread(self.summed(t))
 
     def summed(self, t: Tensor) -> Tensor:
-        """Return a product over the input features: in a row-parallel layer, the sum of all."""
+        """Return the product over all input features: in a row-parallel layer, a sum."""
         return _apply(_Sum, t, self.mesh) if self.inputs else t
 
     def spread(self, t: Tensor) -> Tensor:
-        """Return what each output feature reads: in a column-parallel layer its gradient is summed.
+        """Return `t` unchanged; in a column-parallel layer its gradient is summed.
 
         Args:
-            t: equal in all processes.
+            t: the same in all processes; all output features read it.
         """
         return _apply(_Spread, t, self.mesh) if self.outputs else t
 
     def part(self, t: Tensor, dim: int) -> Tensor:
-        """Return this process's part of a whole tensor along a dimension, as `Shard` has it."""
+        """Return this process's part of a whole tensor along a dimension, as `Shard` splits it."""
         parts = t.chunk(self.size, dim)
         mine = self.mesh.get_local_rank()
         return parts[mine] if mine < len(parts) else t.narrow(dim, 0, 0)
@@ -80,7 +80,7 @@ def _apply(function: Any, t: Tensor, mesh: Any) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group; the gradient of the sum is equal in each process, and that of `t`."""
+    """The sum over a group; its gradient, the same in each process, is also that of `t`."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: Any) -> Tensor:
@@ -109,17 +109,17 @@ class _Spread(torch.autograd.Function):
 
 
 def is_part(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor: torch may be built without the class."""
+    """Return whether a tensor is a DTensor, a class that torch may be built without."""
     return hasattr(tensor, "device_mesh")
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, without gradients if it is a DTensor; a collective call then."""
+    """Return the whole tensor; for a DTensor, detached and by a collective call."""
     return cast("Tensor", cast("Any", tensor.detach()).full_tensor()) if is_part(tensor) else tensor
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """Write a whole value to a tensor of which this process may have a part."""
+    """Write a whole value to a tensor of which this process may have only a part."""
     if is_part(target):
         from torch.distributed.tensor import distribute_tensor
 

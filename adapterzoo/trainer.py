@@ -1,6 +1,6 @@
 """`AdapterTrainer` and `Seq2SeqAdapterTrainer`: transformers' trainers for adapters and heads.
 
-A checkpoint holds adapters, heads and the state of the training; the base model is not in it.
+A checkpoint holds adapters, heads and the training state, but not the base model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .model.state import (
 )
 from .names import one_of
 
-# outputs of base models besides the scores of a head
+# outputs of base models other than the scores of a head
 _OUTPUTS = frozenset(
     field.name
     for cls in vars(modeling_outputs).values()
@@ -67,13 +67,13 @@ class AdapterTrainer(Trainer):
     trainer.train()
     ```
 
-    Each adapter is in the sub-folder of its name, as `load_adapter` reads it, together with the
-    head of the same name; a head of another name is in its own sub-folder, as `load_head` reads
-    it. Trained parameters of the base model are in a separate file.
+    Each adapter is in a sub-folder of its name that `load_adapter` reads, together with the head of
+    the same name; any other head is in its own sub-folder, which `load_head` reads. Trained
+    parameters of the base model are in a separate file.
 
     Differs from AdapterHub: resuming and loading the best model fill the existing parameters in
     place, so that an existing optimizer continues to train them; the losses of accumulated
-    batches are weighted by their labels, also for models with a static head.
+    batches are weighted by their numbers of labels, for models with a static head too.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class AdapterTrainer(Trainer):
         Args:
             model: with adapters, one of them active.
             args: `TrainingArguments`.
-            data_collator: makes a batch of a list of rows.
+            data_collator: makes a batch from a list of rows.
             train_dataset: rows to train on.
-            eval_dataset: rows to evaluate on, or a dict of several such.
-            tokenizer: the same as `processing_class`, as in AdapterHub.
-            processing_class: saved beside the adapters.
-            model_init: returns the model, instead of `model`.
+            eval_dataset: rows to evaluate on, or a dict of several data sets.
+            tokenizer: AdapterHub's name for `processing_class`.
+            processing_class: saved with the adapters.
+            model_init: a function that returns the model, instead of `model`.
             adapter_names: the argument for `set_active_adapters`.
             loraplus_lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+); None: 1.
-            loraplus_lr_embedding: of adapters at embeddings, beside a ratio.
+            loraplus_lr_embedding: learning rate of adapters at embeddings; needs a ratio.
             report: whether to print three lines on each adapter before the first step, and to warn
-                of blocks and layers that are not trained; see `ReportCallback`.
-            **kwargs: as `Trainer` takes them.
+                about blocks and layers that are not trained; see `ReportCallback`.
+            **kwargs: other arguments of `Trainer`.
 
         Raises:
             ConfigError: `tokenizer` and `processing_class` are two different objects.
@@ -129,10 +129,10 @@ class AdapterTrainer(Trainer):
         )  # fmt: skip
         if report:
             self.add_callback(ReportCallback)
-        # `_counted` has shifted the labels
+        # `_counted` shifts the labels
         self._loss_shifts_labels = False
         if self._heads():
-            # all named heads take it, even if the classes of the family do not
+            # all named heads take it, even if the model's own forward does not
             self.model_accepts_loss_kwargs = True
 
     # --- the model ---
@@ -179,7 +179,7 @@ class AdapterTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the model is ready for training, then make the optimizer as `Trainer` does.
 
-        With `loraplus_lr_ratio` its groups get the learning rates of LoRA+.
+        With `loraplus_lr_ratio`, its groups get the learning rates of LoRA+.
 
         Raises:
             StateError: the base model is not frozen, or no active adapter is trained.
@@ -224,9 +224,9 @@ class AdapterTrainer(Trainer):
         return None
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels whose count divides a batch's loss, −100 for those that do not count.
+        """Return the labels whose number divides a batch's loss; −100 marks those not counted.
 
-        None if there is no single count: several heads that differ in it, or spans and trees.
+        None if there is no single number: several heads that differ in it, or spans and trees.
         """
         model: Any = self._adapted
         if not model._has_named_heads:
@@ -257,9 +257,9 @@ class AdapterTrainer(Trainer):
 
         Args:
             model: perhaps wrapped.
-            inputs: of `forward`.
+            inputs: arguments of `forward`.
             return_outputs: whether to return the outputs too.
-            num_items_in_batch: number of labels that count in all of these batches.
+            num_items_in_batch: number of counted labels in all accumulated batches.
 
         Raises:
             ConfigError: label smoothing with labels that are not class numbers.
@@ -271,7 +271,7 @@ class AdapterTrainer(Trainer):
             if labels is not None:
                 share = _count(labels) / usual if usual else 0.0
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
-            # Trainer removes the labels, from which the decoder inputs are made
+            # Trainer removes the labels, but the decoder inputs are made from them
             if (labels := decoder_labels(heads, inputs, 1)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
@@ -292,7 +292,7 @@ class AdapterTrainer(Trainer):
             loss = loss * share
         penalty = self._adapted.get_fusion_regularization_loss() if model.training else None
         if penalty is not None:
-            # once for each step; Trainer itself divides a loss that is not a share
+            # once per step; Trainer itself divides a loss that is not a share
             is_share = num_items_in_batch is not None
             steps = self.current_gradient_accumulation_steps if is_share else 1
             loss = loss + penalty.to(loss.device, loss.dtype) / steps
@@ -310,11 +310,11 @@ class AdapterTrainer(Trainer):
 
         Args:
             model: perhaps wrapped.
-            inputs: of `forward`.
+            inputs: arguments of `forward`.
             prediction_loss_only: whether to return only the loss.
             ignore_keys: fields of the outputs that are not predictions; None: all but the scores
                 of named heads.
-            **kwargs: of `generate`, in `Seq2SeqAdapterTrainer`.
+            **kwargs: arguments of `generate`, in `Seq2SeqAdapterTrainer`.
         """
         heads = self._heads()
         scores = [name for head in heads.values() for name in head.config.logit_names]
@@ -337,8 +337,8 @@ class AdapterTrainer(Trainer):
         """Train, as `Trainer` does.
 
         Args:
-            resume_from_checkpoint: a folder; True: the last one that was written to its end.
-            *args: as `Trainer.train` takes them.
+            resume_from_checkpoint: a folder; True: the last complete checkpoint.
+            *args: other arguments of `Trainer.train`.
             **kwargs: likewise.
         """
         if resume_from_checkpoint is True:
@@ -351,10 +351,10 @@ class AdapterTrainer(Trainer):
 
         Args:
             output_dir: created if missing; None: that of the arguments.
-            _internal_call: whether `Trainer` itself calls, and pushes later.
+            _internal_call: whether the caller is `Trainer` itself, which pushes later.
         """
         with self._raised_in_all() if self._saves_checkpoint else nullcontext():
-            # Trainer gathers the base model for FSDP and DeepSpeed, or saves nothing
+            # under FSDP and DeepSpeed, Trainer would gather the base model, or save nothing
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -364,7 +364,7 @@ class AdapterTrainer(Trainer):
         if self._saves_checkpoint:
             _refuse_another(self._part(), folder)
         if self.args.should_save or sharding.groups_of(self._adapted):
-            # parts are gathered in all processes, and the first one writes
+            # all processes gather the shards, and the first one writes
             save_trained(self._adapted, folder, self._part())
         if not self.args.should_save:
             return
@@ -385,7 +385,7 @@ class AdapterTrainer(Trainer):
         return sharding.raised_in_all(self.args.world_size)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # as one process writes it, for any number of processes to resume from
+        # the same file as from one process, so that any number of processes can resume
         is_sharded = not self.is_deepspeed_enabled and bool(sharding.groups_of(self._adapted))
         state = sharding.whole_state(self.optimizer) if is_sharded else None
         with self._raised_in_all():
@@ -400,7 +400,7 @@ class AdapterTrainer(Trainer):
         return self.lr_scheduler
 
     def _save_rng_state(self, output_dir: str) -> None:
-        # the state of the trainer, which is written next, tells that all processes are done
+        # the trainer's state is written next, and marks the checkpoint as complete
         with self._raised_in_all():
             super()._save_rng_state(output_dir)
 
@@ -434,7 +434,7 @@ class AdapterTrainer(Trainer):
             restore_trained(self._adapted, Path(folder), self._part())
 
     def _part(self) -> Part:
-        """Return what a checkpoint holds."""
+        """Return the part of the model that a checkpoint holds."""
         return Part.whole(self._adapted)
 
 
@@ -443,22 +443,22 @@ class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
 
 
 def _count(labels: Tensor) -> int:
-    """Return the number of labels that count."""
+    """Return the number of labels that are not ignored."""
     return int((labels != IGNORED).sum())
 
 
 def _asked_rates(
     ratio: float | None, embedding: float, optimizers: Iterable[object]
 ) -> tuple[float, float] | None:
-    """Return the rates that the trainer is asked for, for `set_rates`; None without a ratio.
+    """Check the arguments for LoRA+ and return those of `set_rates`; None without a ratio.
 
     Args:
-        ratio: of B's rate to that of A.
+        ratio: the rate of B divided by that of A.
         embedding: the rate at embeddings.
-        optimizers: that the trainer is given.
+        optimizers: those passed to the trainer.
 
     Raises:
-        ConfigError: a value has no effect.
+        ConfigError: a value would have no effect.
     """
     if ratio is None:
         if embedding != EMBEDDING_RATE:
@@ -480,7 +480,7 @@ def _hint(model: Any) -> str:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder that were written to their ends, in order of steps."""
+    """Return the complete checkpoints in a folder, in the order of their steps."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
     found = []
     for path, number in numbers.items():
@@ -491,30 +491,30 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """Return the trainer's state, the last file of a checkpoint; it can be long and hold NaN.
+    """Return the trainer's state, the last file that is written; it can be long and contain NaN.
 
     Raises:
-        CheckpointError: the checkpoint was not written to its end.
+        CheckpointError: the checkpoint is incomplete.
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE_NAME).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{str(folder)!r} has no whole {TRAINER_STATE_NAME}. Write the checkpoint before it."
+            f"{str(folder)!r} has no complete {TRAINER_STATE_NAME}. Write the checkpoint before it."
         ) from error
     return state
 
 
 def _refuse_another(part: Part, folder: Path) -> None:
-    """Refuse to write into the checkpoint of another training.
+    """Refuse to write into the checkpoint of another run.
 
     Raises:
-        CheckpointError: it has other adapters too, so that nobody could resume from it.
+        CheckpointError: it has other adapters too, so that no trainer could resume from it.
     """
     there = {path.parent.name for path in folder.glob("*/adapter.safetensors")}
     if others := sorted(there - {*part.adapters}):
         raise CheckpointError(
-            f"{str(folder)!r} has the adapters {listing(others)} of another training. "
+            f"{str(folder)!r} has the adapters {listing(others)} of another run. "
             "Write another output_dir."
         )
 
@@ -525,13 +525,14 @@ UNFROZEN = "unfrozen.safetensors"
 
 
 class Part(NamedTuple):
-    """What of a model a checkpoint holds.
+    """The part of a model that a checkpoint holds.
 
     Attributes:
         adapters: names of adapters.
-        heads: names of heads that are saved.
+        heads: names of heads.
         fusions: names of fusions.
-        trained: parameters by name, of which those are saved that belong to none of these.
+        trained: trained parameters by name; those outside adapters, heads and fusions are saved in
+            a file of their own.
     """
 
     adapters: Sequence[str]
@@ -547,8 +548,8 @@ class Part(NamedTuple):
         return cls([*state.records], [*saved_names(model)], [*state.fusions], trained)
 
 
-# the name in messages, the saved tensors, and the tensors of the model to fill in place: of an
-# adapter, a head, the layers of a fusion, or the unfrozen parameters
+# for an adapter, a head, the layers of a fusion, or the unfrozen parameters: its name in messages,
+# the saved tensors, and the model's tensors to fill in place
 _Filled: TypeAlias = tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -558,7 +559,7 @@ def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) ->
     Args:
         model: with adapters.
         folder: created if missing.
-        part: what is written; None: all.
+        part: the part to write; None: everything.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -584,15 +585,15 @@ def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None)
     Args:
         model: with the same adapters and heads as when it was saved.
         folder: the folder given to `save_trained`.
-        part: what was saved; None: all.
+        part: the part that was saved; None: everything.
 
     Raises:
-        CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
-            filled.
+        CheckpointError: adapters, heads, fusions, configs or tensors differ; the model has not
+            changed.
     """
     part = part or Part.whole(model)
     writes: list[tuple[Tensor, Tensor]] = []
-    # a forward leaves whole tensors in place of the parts that are to be filled
+    # after a forward, some modules hold whole tensors in place of the shards to fill
     sharding.reshard(model)
     free = unfrozen(model, part.trained).values()
     with sharding.gathering(model, _modules(model, part), free):
@@ -606,7 +607,7 @@ def restore_trained(model: AdaptedModel, folder: Path, part: Part | None = None)
 
 
 def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return those of the parameters, by name, that belong to no adapter, head or fusion."""
+    """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
     owned = {id(p) for p in own_parameters_of(model)}
     for name in saved_names(model):
         found = record_of(model, name)
@@ -615,7 +616,7 @@ def unfrozen(model: AdaptedModel, trained: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def _modules(model: AdaptedModel, part: Part) -> Iterator[nn.Module]:
-    """Yield the modules of adapters and fusions."""
+    """Yield the modules of a part's adapters and fusions."""
     for name in part.adapters:
         yield from (module for _, module in modules_of(model, name))
     for name in part.fusions:
@@ -623,9 +624,9 @@ def _modules(model: AdaptedModel, part: Part) -> Iterator[nn.Module]:
 
 
 def has_frozen_matrix(model: AdaptedModel) -> bool:
-    """Return whether any matrix of the base model is frozen, embeddings aside.
+    """Return whether any matrix of the base model other than an embedding is frozen.
 
-    Embeddings do not count: some families have positions that are never trained.
+    Embeddings do not count: the position embeddings of some families are never trained.
     """
     own = {id(p) for p in own_parameters_of(model)}
     return any(
@@ -638,9 +639,9 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
 
 
 def _apart(part: Part) -> dict[str, str]:
-    """Return the heads that are not in an adapter's file, with their folders.
+    """Return the heads that are not in an adapter's file, with the names of their folders.
 
-    The folder of a fusion's head is that of its layers.
+    A fusion's head is in the folder of the fusion's layers.
     """
     names = [name for name in part.heads if name not in part.adapters]
     return {name: name.removeprefix(fusion_key("")) for name in names}
@@ -657,7 +658,7 @@ def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
         kinds = "fusions" if kind == native.FUSION else f"{kind}s"
         if there != sorted(names):
             raise CheckpointError(
-                f"the checkpoint has the {kinds} {listing(there)}, the model "
+                f"the checkpoint has the {kinds} {listing(there)}, and the model has "
                 f"{listing(sorted(names))}. Add or delete {kinds}."
             )
     for name in part.adapters:
@@ -665,7 +666,7 @@ def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
-                f"it was saved from a {family!r}. Load it into one, not a "
+                f"it was saved from a model of type {family!r}. Load it into one, not into a "
                 f"{model.config.model_type!r}."
             )
         saved = AdapterConfig.from_dict(stored.metadata["config"])
@@ -677,7 +678,8 @@ def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
-                f"it has a head of {name!r}, the model none. Write train_adapter({name!r}) first."
+                f"it has a head of {name!r}, and the model has none. Write "
+                f"train_adapter({name!r}) first."
             )
     for name, own in apart.items():
         yield _head_part(model, name, native.load(folder / own, "head"))

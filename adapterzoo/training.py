@@ -46,28 +46,27 @@ def setup_adapter_training(
 ) -> tuple[str | None, str | None]:
     """Add or load the adapter that a script's arguments ask for, and train only this one.
 
-    An adapter that the model already has is trained further. A language adapter is
-    loaded below it and frozen.
+    An adapter that the model already has is trained further. A language adapter is loaded below it
+    and frozen.
 
     Args:
         model: with adapters.
-        adapter_args: of the script.
-        adapter_name: of the adapter to train.
-        adapter_config_kwargs: fields of the configs to change.
+        adapter_args: the script's arguments.
+        adapter_name: name of the adapter to train.
+        adapter_config_kwargs: fields to change in the configs.
         adapter_load_kwargs: more arguments of `load_adapter`.
 
     Returns:
-        The names of the adapter and of the language adapter; None for those that are not there.
+        The names of the adapter and of the language adapter; None for an adapter that is absent.
 
     Raises:
-        ConfigError: an adapter is to be loaded, but none trained.
+        ConfigError: an adapter is given, but `train_adapter` is False.
     """
     changes, options = adapter_config_kwargs or {}, adapter_load_kwargs or {}
     if not adapter_args.train_adapter:
         if adapter_args.load_adapter or adapter_args.load_lang_adapter:
             raise ConfigError(
-                "an adapter is loaded to be trained, and train_adapter is False. Write "
-                "--train_adapter."
+                "an adapter would be loaded, but train_adapter is False. Write --train_adapter."
             )
         return None, None
     config = AdapterConfig.load(adapter_args.adapter_config, **changes)

@@ -4,7 +4,8 @@
     accelerate launch --num_processes 2 examples/distributed.py --tiny
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 \
         --fsdp_transformer_layer_cls_to_wrap BertLayer examples/distributed.py --tiny
-    accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 examples/distributed.py --tiny
+    accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 \
+        examples/distributed.py --tiny
 
 `--tiny` makes a small BERT with random weights and rows with a rule in them, so that nothing is
 downloaded. Without it the model and the reviews of quickstart are used, or those that are named.

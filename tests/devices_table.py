@@ -31,36 +31,37 @@ Written by `make devices`, which runs every cell; `tests/test_devices.py` runs t
 
 Each cell tests a tiny BERT of two blocks (one block if compiled or replicated) with two adapters
 of the method and two classification heads. Model, adapters and heads have the given dtype. One
-adapter and one head are trained for one step of SGD.
-The dtype of the logits must be that of the model. Gradients must reach all parameters of the
-trained adapter and head, and no others, and the step must change exactly these parameters. Logits
-before and after the step and all gradients must be finite and close to an independent reference. New
-config classes are added automatically, under the first name registered for them.
+adapter and one head are trained for one step of SGD. The logits must have the dtype of the model.
+Gradients must reach all parameters of the trained adapter and head, and no others, and the step
+must change exactly these parameters. The logits before and after the step, and all gradients, must
+be finite and close to an independent reference. New config classes are added automatically, under
+the first name registered for them.
 
 | mode | what runs | reference |
 | --- | --- | --- |
-| eager | the model | the same parameters in float64; for float64 itself, also central differences, only for the head if a method treats part of its formula as constant |
-| autocast | under `torch.autocast` to the dtype of a half-precision model, otherwise to each half precision in turn; logits have that dtype, gradients the dtype of their parameter; a float64 model, which autocast does not change, stays exact | float64 |
+| eager | the model | the same parameters in float64; for float64 itself, central differences too (only for the head if a method treats part of its formula as constant) |
+| autocast | under `torch.autocast` to the dtype of a half-precision model, otherwise to each half-precision dtype in turn; logits have that dtype, and gradients the dtype of their parameter; a float64 model, which autocast does not change, stays exact | float64 |
 | compiled | a block under `torch.compile(fullgraph=True)`: one graph, and no new one after the step | the same dtype, eager |
 | DDP | two processes with gloo, each with half of the batch | float64 in one process on the whole batch |
 | FSDP2 | the same, with `fully_shard` on every block and on the model; the state-dict keys do not change | float64 in one process on the whole batch |
-| fake replica | two replicas as DataParallel makes them, each with half of the batch; then, without comparing numbers, each on a separate simulated GPU, where an operand on the other one raises | float64 on the whole batch |
+| fake replica | two replicas as made by DataParallel, each with half of the batch; then, without comparing numbers, each on a simulated GPU of its own, where an operand from the other GPU raises | float64 on the whole batch |
 | checkpointed | gradient checkpointing, reentrant and not, with dropout; the block must be recomputed | the same dtype without checkpointing, bit for bit |
 
 """  # noqa: E501  rows of a table
 
 TOLERANCE = """
-The error of a gradient may be {halves} eps of the dtype in float16 and bfloat16, and {singles} in
-float32 and float64, times its largest element, or times a {smallest}th of the largest element of
-all gradients if that is more. Logits may have half of this error. Half precision gets fewer eps
-because its products are summed in float32. Under autocast, eps is that of the dtype it casts to.
+The error of a gradient may be {halves} eps of the dtype in float16 and bfloat16, and {singles} eps in float32
+and float64, times its largest element, or times a {smallest}th of the largest element of all gradients if
+that is more. The error of logits may be half as large. Half precision is allowed
+fewer eps because its products are summed in float32. Under autocast, eps is that of the dtype that
+it casts to.
 
-"""
+"""  # noqa: E501  as wide as the page
 
-NOTES = f"""{modes.ONE_DTYPE} The adapter keeps its magnitudes in float32 over a half-precision
-model, and `fully_shard` needs one dtype for all trained parameters of a block. The cell ran with
-`DoRAConfig(dtype="float32")`, which keeps the whole adapter in float32: use the same.
-"""
+NOTES = f"""{modes.ONE_DTYPE} Over a half-precision model, the adapter keeps its magnitudes in float32, but `fully_shard` needs
+one dtype for all trained parameters of a block. The cell ran with `DoRAConfig(dtype="float32")`,
+which keeps the whole adapter in float32: do the same.
+"""  # noqa: E501  as wide as the page
 
 
 def of_script(*arguments: object) -> subprocess.Popen[str]:

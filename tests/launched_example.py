@@ -1,4 +1,4 @@
-"""`examples/distributed.py` where there is no GPU, under an engine that the launcher has asked for."""
+"""`examples/distributed.py` on a CPU, under an engine that the launcher has asked for."""
 
 from __future__ import annotations
 

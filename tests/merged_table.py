@@ -204,18 +204,19 @@ Written by `make merging`; tests run a part of it again and check its numbers.
 - without such a site (`–`): {absent}
 - wrong: {wrong}
 
-On a tiny model of each type, an adapter of each method that can be merged sits at every site that
-accepts it. Its parameters are random. `right`: the output before merging, with gradients and under
-`torch.no_grad()`, equals that after `merge_adapter`. `refused`: `add_adapter` or `merge_adapter`
-raises at every site, and nothing has changed. `–`: the model has no such site. Models are in
-float64; parts that a model itself computes in float32 leave a rounding error, which may be
-{share:.0e} of the adapter's effect.
+On a tiny model of each type, an adapter of each method that can be merged is put at every site that
+accepts it, with random parameters. `right`: the output before merging, with gradients and under
+`torch.no_grad()`, equals the output after `merge_adapter`. `refused`: `add_adapter` or
+`merge_adapter` raises at every site, and nothing has changed. `–`: the model has no such site.
+Models are in float64; parts that a model itself computes in float32 cause a rounding error, of at
+most {share:.0e} of the adapter's effect.
 
-The methods act at all linear layers, also those whose weight the model only reads. `embedding` is
-LoRA at all embeddings, `parameter` LoRA at all matrices that a module keeps itself, such as fused
-experts and routers, `roles` LoRA at the parts of fused layers, `ln_tuning` at all norms.
-`modules_to_save` are copies of all other layers, `bias` is `bias="all"`, and `tokens` are
-`trainable_token_indices`, each beside LoRA at one layer. Shared tables are refused.
+The methods act at all linear layers, including those whose weight the model only reads. `embedding`
+is LoRA at all embeddings, `parameter` LoRA at all matrices that are parameters of larger modules,
+such as fused experts and routers, `roles` LoRA at the parts of fused layers, and `ln_tuning` acts
+at all norms. `modules_to_save` are copies of all other layers, `bias` is `bias="all"`, and `tokens`
+is `trainable_token_indices`, each of them together with LoRA at one layer. Shared tables are
+refused.
 
 | {columns} | model types |
 | {rule} | --- |

@@ -632,7 +632,7 @@ def test_nearly_all_model_types_are_known():
     for total, least in {
         "of these with attention": 519,
         "of these with all roles and stream sites": 514,
-        "of these with sub-layers that all read only the stream and are simply added to it": 479,
-        "different blocks whose stream sites were proven by a run": 896,
+        "of these with sub-layers that read only the stream and are simply added to it": 479,
+        "distinct blocks whose stream sites were verified by a run": 896,
     }.items():
         assert int(totals[total]) >= least

@@ -488,7 +488,7 @@ def test_the_picture_says_what_the_table_says(tmp_path):
     assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "a.svg").read_bytes()
     figure = report.plot()
     assert figure.get_size_inches()[0] > 6
-    with pytest.raises(ConfigError, match=r"no ending of a picture. Write 'report\.svg'"):
+    with pytest.raises(ConfigError, match=r"no image suffix. Write 'report\.svg'"):
         report.plot(tmp_path / "report.txt")
     for config in ("seq_bn", "prompt_tuning"):
         adapted(llama(), config).adapter_report("a").plot(tmp_path / f"{config}.png")

@@ -613,11 +613,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
 
     more = named()
     more.add_adapter("second")
-    refused(more, r"has the adapters 'task', the model 'second', 'task'")
+    refused(more, r"has the adapters 'task', and the model has 'second', 'task'")
     head = named()
     head.add_tagging_head("apart")
     head.train_adapter("task")
-    refused(head, r"has the heads none, the model 'apart'")
+    refused(head, r"has the heads none, and the model has 'apart'")
     refused(
         named(config=adapterzoo.SeqBnConfig(non_linearity="gelu")),
         r"checkpoint's adapter 'task' is .*re",
@@ -626,14 +626,14 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     half = named()
     half.adapter_to("task", dtype=torch.bfloat16)
     refused(half, r"file torch.float32   model torch.bfloat16")
-    refused(named("roberta"), r"saved from a 'bert'.*not a 'roberta'")
+    refused(named("roberta"), r"saved from a model of type 'bert'.*not into a 'roberta'")
 
 
 def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no whole trainer_state.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no complete trainer_state.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 

@@ -68,7 +68,7 @@ def trained(folder, name="a"):
 
 def test_two_trainings_do_not_write_one_checkpoint(tmp_path):
     trained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'a' of another training\. Write another output_"):
+    with pytest.raises(CheckpointError, match=r"'a' of another run\. Write another output_"):
         trained(tmp_path, "b")
     assert not (tmp_path / "checkpoint-2" / "b").exists()
 

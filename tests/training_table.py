@@ -1,14 +1,15 @@
 """The table of `docs/training-matrix.md`: trainer × method × base × engine.
 
 `make training` runs every cell and writes the page; `test_training_table.py` runs a part and
-compares. A cell says `right`, or which of the ways of `WAYS` is not:
+compares. A cell says `right`, or which of `WAYS` is not:
 
 - train: after four steps all processes have equal bits, and the adapter is that of one process
   with the whole batch;
-- save: the files of the adapter have the names, keys, shapes, dtypes and config of one process;
-- checkpoint: it has the adapters and none of the base model;
-- resume: from the second step, the same bits as without a stop;
-- elsewhere: resumed by another number of processes, the adapter of one process.
+- save: the adapter's files have the same names, keys, shapes, dtypes and config as those of one
+  process;
+- checkpoint: it has the adapters and nothing of the base model;
+- resume: training from the second step ends with the same bits as training without a stop;
+- elsewhere: resumed by another number of processes, it ends with the adapter of one process.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ PROCESSES = dict.fromkeys(ENGINES, (2, 4)) | {ONE: (1, 0), "HSDP": (4, 2)}
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-4}
 # of bfloat16, of autocast or of parameters that TRL rounds; still less than the adapters move
 COARSE = 2e-3
-# methods at layers, which it matters to how the base is stored and computes
+# methods to which it matters how the base is stored and computes
 AT_LAYERS = ("lora", "dora")
-# trainers that compute the loss as they are told
+# trainers that compute the loss the plain way
 PLAIN = ("Trainer", "AdapterTrainer")
 Cells = dict[tuple[str, str], str]
 """By case and engine."""
@@ -159,12 +160,12 @@ def cell(engine: str, case: str, folder: Path, one: Path, said: dict[tuple[str, 
     return "; ".join([RIGHT, *(f"{kind}: {', '.join(ways)}" for kind, ways in kinds.items())])
 
 
-# what a host says of a model or engine without adapters too
+# errors of a host that occur without adapters too
 HOSTS = re.compile(
     "uniform original parameter dtype|Params4bit"
     # accelerate has no other way for a base that is offloaded
     "|train a model that has been loaded with `device_map='auto'` in any distributed mode"
-    # DeepSpeed reads what another number of processes wrote neither so nor so
+    # DeepSpeed cannot read what another number of processes wrote
     "|DP world size|RuntimeError: The size of tensor a .* must match the size of tensor b"
 )
 

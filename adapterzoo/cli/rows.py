@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     """Texts with their labels.
 
     Attributes:
-        texts: not empty.
+        texts: non-empty strings.
         labels: one for each text; an empty list if no labels were read.
     """
 
@@ -52,7 +52,7 @@ def read_rows(file: Path, text: str, label: str | None) -> Rows:
     # json and UTF-8 raise a ValueError
     except (csv.Error, ValueError) as error:
         raise ConfigError(
-            f"{str(file)!r} is damaged after line {number} ({error}). Write one row in each line."
+            f"{str(file)!r} is damaged after line {number} ({error}). Write one row per line."
         ) from error
     if not rows.texts:
         raise ConfigError(f"{str(file)!r} has no rows. Write a file with rows.")
@@ -84,7 +84,7 @@ def read_classes(
     if test is not None and (unknown := sorted({*test.labels} - names)):
         raise ConfigError(
             f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack. "
-            f"Remove these rows, or add such rows to the training data."
+            f"Remove the rows with these labels, or add such rows to the training data."
         )
     if all(_NUMBER.fullmatch(name) for name in names):
         return rows, test, sorted(names, key=lambda name: (int(name), name))
@@ -92,7 +92,7 @@ def read_classes(
 
 
 def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield rows with the numbers of their last lines."""
+    """Yield each row with the number of its last line."""
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
         raise ConfigError(f"{str(file)!r} is none of {listing([*_SEPARATORS, *_LINES])}.")
@@ -104,7 +104,7 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
             return
         reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
         for row in reader:
-            # more values than columns: an unquoted text contains a separator
+            # more values than columns mean that an unquoted text contains a separator
             if any(row.get(reader.restkey) or ()):
                 raise ConfigError(
                     f"line {reader.line_num} of {str(file)!r} has more values than columns. Write "

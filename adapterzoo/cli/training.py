@@ -1,4 +1,4 @@
-"""The work of `train` and `predict`."""
+"""The work of the commands `train` and `predict`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Task:
     """One adapter to train.
 
     Attributes:
-        name: of adapter and head.
+        name: name of the adapter and the head.
         rows: training data.
         tested: test data, or None.
-        classes: names in the order of their ids.
-        output: folder for the adapter; None: it is not saved.
+        classes: names of the classes in the order of their ids.
+        output: folder for the adapter; None: do not save it.
         method: config string; None: the default.
         epochs: passes over the training data.
         lr: initial learning rate.
         batch_size: examples per step.
-        seed: of weights, dropout and order.
-        layers: of the head.
+        seed: seed of weights, dropout and order.
+        layers: number of layers of the head.
     """
 
     name: str
@@ -78,17 +78,18 @@ def train(
         tasks: one for each adapter.
         model: folder or Hub name of the base model.
         max_length: maximum tokens per text; None: the default.
-        pooling: of the heads.
+        pooling: pooling of the heads.
         device: None: CUDA if available.
-        progress: whether to show a bar.
-        best: name and folder of the best of them, by accuracy or else by loss; None: no choice.
+        progress: whether to show a progress bar.
+        best: name and folder under which to save the best adapter, by accuracy or else by loss;
+            None: do not choose one.
 
     Returns:
         For each task: numbers of rows and steps, loss, accuracy and output folder, as JSON types.
 
     Raises:
         CheckpointError: the base model cannot be loaded, or a folder cannot be written.
-        ConfigError: the data, a method or another value is not legal.
+        ConfigError: the data, a method or another value is invalid.
     """
     folders = [task.output for task in tasks if task.output is not None]
     folders += [] if best is None else [best[1]]
@@ -118,7 +119,7 @@ def train(
     start = time.perf_counter()
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    # a folder that cannot be written to is found before the work
+    # fails before the work if the folder is not writable
     with tempfile.TemporaryDirectory(dir=folders[0]) as scratch:
         many = MultiAdapterTrainer(adapted)
         for task in tasks:
@@ -133,10 +134,10 @@ def train(
                 ),
                 _rows_of(task, tokenizer, length),
                 data_collator=DataCollatorWithPadding(tokenizer),
-                # standard output is for results
+                # standard output is reserved for results
                 report=False,
             )  # fmt: skip
-            # the loss is a result, and is printed at the end
+            # the loss is part of the results, which are printed at the end
             many.runs[task.name].trainer.remove_callback(RunPrinter)
         results = many.train()
     seconds = time.perf_counter() - start
@@ -166,7 +167,7 @@ def train(
         name, folder = best
         chosen = max(found, key=lambda m: m.get("accuracy", -m["train_loss"]))
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # a copy has its own name in the file
+            # a copy of the best adapter, so that its file has the new name
             adapted.save_adapter(scratch, chosen["name"])
             adapted.load_adapter(scratch, load_as=name)
         task = tasks[found.index(chosen)]
@@ -177,7 +178,7 @@ def train(
 def _saved(
     model: Any, task: Task, name: str, folder: Path, metrics: dict[str, Any], length: int
 ) -> dict[str, Any]:
-    """Save an adapter with its settings and results; return what is said of the file."""
+    """Save an adapter with its settings and results; return its fingerprint and folder."""
     settings: dict[str, Any] = {
         "epochs": task.epochs, "lr": task.lr, "batch_size": task.batch_size, "seed": task.seed,
         "max_length": length,
@@ -208,13 +209,13 @@ def predict(
     """Return the predictions of an adapter and its head: rows of JSON types.
 
     Args:
-        checkpoint: of an adapter with a head.
+        checkpoint: checkpoint of an adapter with a head.
         texts: any number of texts.
         model: base model; None: the one named in the checkpoint.
         batch_size: texts per batch.
         max_length: maximum tokens per text; None: as in training.
         device: None: CUDA if available.
-        progress: whether to show a bar.
+        progress: whether to show a progress bar.
 
     Raises:
         CheckpointError: the adapter does not fit, or has no head that classifies.
@@ -254,12 +255,12 @@ def logits_of(
     """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
 
     Args:
-        model: is set to evaluation mode.
-        tokenizer: of its base model.
+        model: set to evaluation mode.
+        tokenizer: tokenizer of its base model.
         texts: any number of texts.
         max_length: maximum tokens per text.
         batch_size: texts per batch; texts of similar length are batched together.
-        progress: whether to show a bar.
+        progress: whether to show a progress bar.
     """
     model.eval()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
@@ -279,7 +280,7 @@ def write(stream: TextIO, predictions: Sequence[dict[str, Any]], kind: str) -> N
 
     Args:
         stream: open for text.
-        predictions: of `predict`.
+        predictions: as `predict` returns them.
         kind: "csv" or "jsonl".
     """
     if kind == "jsonl":
@@ -297,7 +298,7 @@ def write(stream: TextIO, predictions: Sequence[dict[str, Any]], kind: str) -> N
 
 
 def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> dict[str, Any]:
-    """Return a text with its likely label, or labels, and probabilities; or with its number."""
+    """Return a text with its likeliest label or labels and probabilities, or with its value."""
     if several:
         shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
         likely = [name for name, share in shares.items() if share > 0.5]

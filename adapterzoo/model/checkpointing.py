@@ -59,28 +59,28 @@ _LOG = logging.getLogger(__name__)
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:
-    """Return the format that a user means.
+    """Return the format that two arguments ask for.
 
     Args:
-        format: that was given, or the default.
-        use_safetensors: given, the files of `adapters` are meant: in safetensors, or pickled.
+        format: the format given, or the default.
+        use_safetensors: not None: the format of `adapters`, as safetensors or pickled.
 
     Raises:
         ConfigError: the two contradict each other.
     """
     if use_safetensors is None:
         return format
-    meant = "adapterhub-safetensors" if use_safetensors else "adapterhub"
-    if format not in ("native", "adapterhub", meant):
+    implied = "adapterhub-safetensors" if use_safetensors else "adapterhub"
+    if format not in ("native", "adapterhub", implied):
         raise ConfigError(
             f"use_safetensors={use_safetensors!r} chooses among the files of adapters, and "
             f"format={format!r} is another format. Write only format={format!r}."
         )
-    return meant
+    return implied
 
 
 def check_loaders(model: AdaptedModel, loaders: Sequence[Any] | None) -> Sequence[Any]:
-    """Return `custom_weights_loaders` that can be used, before anything is saved or loaded.
+    """Return `custom_weights_loaders`, checked before anything is saved or loaded.
 
     Raises:
         ConfigError: one is not an object with the methods `save` and `load`.
@@ -111,11 +111,11 @@ def save_adapter(
     Args:
         model: with adapters.
         folder: created if missing.
-        name: of the adapter.
+        name: the name of the adapter.
         with_head: whether to save its head.
-        meta: JSON values; None: those that the adapter was loaded with.
-        format: of the files.
-        beside: whether the caller saves trained embeddings too; if not, there is a warning.
+        meta: JSON values; None: those with which the adapter was loaded.
+        format: the format of the files.
+        beside: whether the caller saves trained embeddings itself; if not, there is a warning.
     """
     own = [module for _, module in modules_of(model, name)]
     embeddings = model._adapter_state.embeddings
@@ -144,7 +144,7 @@ def checkpoint_of(
         head_name = named.name_with(model, name)
         head = named.record_of(model, head_name, head_name != name, format == "native")
     weights = base_weights(model, fit.sampled_keys) if format == "native" else {}
-    # a collective call if they are sharded
+    # a collective call if the weights are sharded
     sample = fit.base_sample(sharding.gathered(weights))
     document = {
         **provenance(model, name),
@@ -165,12 +165,12 @@ def load_adapter(
 
     Args:
         model: with adapters.
-        folder: of the adapter.
-        asked: arguments of the public method.
+        folder: the folder of the adapter.
+        asked: the arguments of the public method.
         hub_name: the name that the user gave, if the folder is a download.
 
     Raises:
-        ConfigError: an argument is not legal.
+        ConfigError: an argument is invalid.
     """
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
@@ -193,14 +193,14 @@ def found(
     Args:
         model: with adapters.
         path: a folder, or a name on the Hub.
-        version: the same as `revision`.
+        version: another name for `revision`.
         revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub, "ah" for an old id; None: a folder first.
-        asked: arguments of the public method.
+        source: "hf" for the Hub, "ah" for an old id; None: a local folder if there is one.
+        asked: the arguments of the public method.
         options: other arguments of `hub.resolve`.
     """
     revision = one_of(version=version, revision=revision)
-    # unlike Path.is_dir, os.access does not raise if a name is too long
+    # os.access first: unlike Path.is_dir, it does not raise if a name is too long
     if source is None and not options and os.access(path, os.F_OK) and Path(path).is_dir():
         return Path(path), None
     folder = hub.resolve(
@@ -217,7 +217,7 @@ def fitting(
 
     Raises:
         CheckpointError: the checkpoint does not fit the model.
-        ConfigError: an argument is not legal.
+        ConfigError: an argument is invalid.
     """
     sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     info = ModelInfo(model, asked.with_head)
@@ -248,11 +248,11 @@ def fitting(
             lost = f"the adapter {name!r} has been loaded without its head: {error}"
     elif asked.id2label is not None:
         raise ConfigError(
-            f"id2label={asked.id2label!r} names labels of a head, and none is loaded. Leave it out."
+            f"id2label={asked.id2label!r} names labels of a head, but none is loaded. Leave it out."
         )
 
     def enter() -> None:
-        # the step that may fail comes first
+        # first the only step that may fail
         adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
@@ -269,11 +269,11 @@ def fitting(
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
-    """Load every adapter below a folder, all or none.
+    """Load all adapters in the sub-folders of a folder, or none if one cannot be loaded.
 
     Raises:
-        CheckpointError: there is none.
-        DuplicateNameError: a name is in two folders.
+        CheckpointError: there is no adapter.
+        DuplicateNameError: two sub-folders hold adapters of the same name.
     """
     if not (found := formats.below(Path(folder), "adapter")):
         raise CheckpointError(
@@ -292,16 +292,16 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
 
 def of_members(members: Sequence[AdapterConfig]) -> AdapterConfig:
-    """Return the one config, or the union of several."""
+    """Return the only config, or the union of several."""
     return members[0] if len(members) == 1 else ConfigUnion(*members)
 
 
 def as_saved(
     config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
 ) -> AdapterConfig:
-    """Return the config of a file, without mixers if an earlier release wrote it.
+    """Return the config of a file, with `mixers=False` if an earlier release wrote it.
 
-    Such releases adapted no block without attention, and their files do not say so.
+    Earlier releases adapted no block without attention, and their files do not say so.
 
     Args:
         config: in the file.
@@ -327,7 +327,7 @@ def as_saved(
 def filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> AdapterRecord:
-    """Return the adapter with the values of a checkpoint, not yet in the model.
+    """Return an adapter with the values of a checkpoint, not yet in the model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit the model.
@@ -346,11 +346,11 @@ def filled(
             members.append(member.replace(leave_out=left_out))
         config = of_members(members)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
-    # an untrusted config may ask for more memory than there is: compare before allocating
+    # an untrusted config may need more memory than there is: compare before allocating
     meta = torch.device("meta")
     skeleton = adapters.make(model, config, meta)
-    gone = everywhere - skeleton.places.keys()
-    tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
+    dropped = everywhere - skeleton.places.keys()
+    tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in dropped}
     record = tables.with_table(model, skeleton, paths, meta)
     modules = record.coming.values()
     copied = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
@@ -358,12 +358,12 @@ def filled(
     fit.check_fit(type(model).__name__, fit.converted(tensors, copied), own, dtype)
     in_file = {id(tensor) for tensor in own.values()}
     if any(id(t) not in in_file for m in modules for t in (*m.parameters(), *m.buffers())):
-        # most values come from the file: leave the caller's random state unchanged
+        # some values are not in the file; leave the caller's random state unchanged
         with undrawn(), torch.random.fork_rng(devices=()):
             record = tables.with_table(model, adapters.make(model, config), paths)
     by_path, first = fit.by_path(tensors), next(filter(None, record.places))
     for path, module in record.coming.items():
-        # embeddings share the table of the first
+        # embeddings share the table of the first path
         if path not in paths[1:]:
             module = module if dtype is None else module.to(dtype)
             layer = layer_in(model, path or first)
@@ -382,7 +382,7 @@ def save_head(
 
     Raises:
         UnknownNameError: there is no such head.
-        StateError: there is none to save.
+        StateError: the model has no head.
     """
     known = named.saved_names(model)
     if head_name is not None and head_name not in known:
@@ -410,7 +410,7 @@ def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
 def read_head(
     model: AdaptedModel, folder: StrPath, asked: LoadOptions
 ) -> tuple[str, Callable[[], None]]:
-    """Read what `load_head` loads and check it; return its name and what enters it."""
+    """Read and check a head; return its name and a function that puts it into the model."""
     sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = name_in(asked.load_as, stored, folder)
@@ -436,10 +436,10 @@ def write(
 
     Args:
         model: with adapters.
-        folder: made when missing.
+        folder: created if missing.
         stored: the checkpoint.
-        kind: what it is.
-        format: name of the format.
+        kind: the kind of checkpoint.
+        format: the name of the format.
 
     Raises:
         CheckpointError: the format cannot express it, or the folder cannot be written.
@@ -465,21 +465,21 @@ def whole(stored: Checkpoint) -> Checkpoint:
 
 
 def refuse_sharded(model: AdaptedModel, format: str) -> None:
-    """Refuse to write a model whose weights are sharded in a format that reads them.
+    """Refuse any format but the native one for a sharded model.
 
     Raises:
-        StateError: it is sharded.
+        StateError: the model is sharded.
     """
     if format != "native":
-        # for adapters and heads these formats read weights of the base model, in one process
+        # to write adapters and heads, other formats read weights of the base model in one process
         sharding.refuse_if_fixed(model, f"Write {argument('format', 'native')}.")
 
 
 def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name for an adapter or head: the one asked for, the stored one, or the path's.
+    """Return the name for an adapter or head: the one given, the stored one, or the path's.
 
     Raises:
-        ConfigError: the name is not legal.
+        ConfigError: the name is invalid.
     """
     if load_as is not None:
         return check_name(load_as)
@@ -496,14 +496,14 @@ BASE = "base"
 def base_weights(
     model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
 ) -> dict[str, Tensor]:
-    """Return some of the base model's weights that are plain numbers, perhaps sharded, by key.
+    """Return some unquantized weights of the base model by key; they may be sharded.
 
-    Merging changes none of them. Of a quantized model the vectors are left out: some methods of
-    quantization scale them.
+    Merging changes none of them. For a quantized model, vectors are left out, since some
+    quantization methods scale them.
 
     Args:
         model: with adapters.
-        choose: returns the keys of these weights, from the dimensions of all by key.
+        choose: a function that chooses the keys, given the number of dimensions of each weight.
     """
     replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
     found: dict[str, Tensor] = {}
@@ -536,7 +536,7 @@ def base_weights(
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
-    """Warn if a checkpoint's adapter was trained on other weights of the base model."""
+    """Warn if a checkpoint's adapter was trained on a base model with other weights."""
     kept = stored.metadata.get(BASE)
     if not isinstance(kept, Mapping):
         return
@@ -544,7 +544,7 @@ def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     if fit.is_other_base(kept, sharding.gathered(own)):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
-            "load_adapter: the adapter %r was trained on other weights of the base model%s than "
-            "this model has, so its outputs differ from those of its training.",
+            "load_adapter: the adapter %r was trained on a base model%s with other weights than "
+            "this one, so its outputs differ from those in training.",
             name, f" ({trained_on!r})" if trained_on else "",
         )  # fmt: skip

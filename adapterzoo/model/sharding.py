@@ -1,12 +1,12 @@
 """Models that another library has changed: sharded, or wrapped by PEFT.
 
-After `torch.distributed.fsdp.fully_shard` each process holds a part of each parameter, as a
-DTensor. After `deepspeed.initialize` with ZeRO stage 3 (DeepSpeed 0.19.8) a parameter is empty, has
-a `ds_id`, and is whole only within `GatheredParameters`. Both handle only parameters that existed
-when they were called, so adapters and heads must be added before. In layers wrapped by PEFT,
-adapters act but cannot be added or removed. With a `tp_plan` of transformers each process holds a
-part of some layers, as DTensors too; adapters and heads can be added there at any time, in all
-processes (`inject.parallel`).
+After `torch.distributed.fsdp.fully_shard`, each process holds a part of each parameter, as a
+DTensor. After `deepspeed.initialize` with ZeRO stage 3 (DeepSpeed 0.19.8), a parameter is empty,
+has a `ds_id`, and is whole only within `GatheredParameters`. Both handle only parameters that exist
+when they are called, so adapters and heads must be added before. In layers wrapped by PEFT,
+adapters act but cannot be added or removed. With a `tp_plan` of transformers, each process holds a
+part of some layers, also as DTensors; adapters and heads can be added at any time, in all processes
+(`inject.parallel`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .state import output_embeddings_of
 def reshard(model: Any) -> None:
     """Give every module its sharded parameters again, in this process only.
 
-    After a forward without a backward, `fully_shard` leaves some parameters whole, as other objects
-    than those of the optimizer and the checkpoint.
+    After a forward without a backward, `fully_shard` leaves some parameters whole: other objects
+    than those that the optimizer and the checkpoint refer to.
     """
     if _may_be_sharded():
         from torch.distributed.fsdp import FSDPModule
@@ -66,19 +66,19 @@ def split_over(model: Any) -> Any:
     for parameter in model.parameters() if _may_be_sharded() else ():
         if _is_dtensor(parameter):
             mesh = parameter.device_mesh
-            # a mesh of fully_shard has another name, none, or another dimension too
+            # a mesh of fully_shard has another name, no name, or more dimensions
             return mesh if mesh.mesh_dim_names == ("tp",) else None
     return None
 
 
 def equalize(model: Any, modules: Iterable[nn.Module]) -> None:
-    """Give new modules the values of the first process, in all processes of a split model."""
+    """Copy the values of new modules from the first process to all, if a `tp_plan` has split it."""
     if (mesh := split_over(model)) is not None:
         parallel.equalize(modules, mesh)
 
 
 def refuse_if_fixed(model: Any, hint: str) -> None:
-    """Reshard, and refuse to add or remove parameters of a model that has fixed ones.
+    """Reshard, and refuse to add or remove parameters if their set is fixed.
 
     Args:
         model: with adapters.
@@ -93,7 +93,7 @@ def refuse_if_fixed(model: Any, hint: str) -> None:
 
 
 def refuse_if_sharded(model: Any, hint: str) -> None:
-    """Reshard, and refuse what needs a model that is whole and not wrapped.
+    """Reshard, and refuse a model that is sharded or wrapped.
 
     Args:
         model: with adapters.
@@ -127,7 +127,7 @@ def refuse_if_wrapped(model: Any) -> None:
     Raises:
         StateError: it has layers of PEFT.
     """
-    # PEFT leaves its config in models it wraps; a search of all layers would be slower
+    # PEFT leaves its config in models that it wraps; searching all layers first would be slower
     path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
         raise StateError(f"PEFT has wrapped the layer {path!r}. Write peft_model.unload() first.")
@@ -152,12 +152,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def dim_of(tensor: Tensor) -> int:
-    """Return how many dimensions the whole tensor has."""
+    """Return the number of dimensions of the whole tensor."""
     return len(cast("Any", tensor).ds_shape) if _is_partitioned(tensor) else tensor.dim()
 
 
 def size_of(parameter: Tensor) -> int:
-    """Return how many numbers a parameter has over all processes, when unpacked."""
+    """Return the number of entries of the whole parameter, unpacked."""
     if _is_partitioned(parameter):
         return int(cast("Any", parameter).ds_numel)
     return unpacked_size(parameter)
@@ -167,15 +167,15 @@ def size_of(parameter: Tensor) -> int:
 def gathering(
     model: Any, modules: Iterable[nn.Module], parameters: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Let the parameters of adapters and heads be whole within the block, under ZeRO stage 3.
+    """Return a context in which parameters of adapters and heads are whole under ZeRO stage 3.
 
-    A collective call if they are partitioned. The tables of tokens and all that is outside of the
-    base model are whole too.
+    A collective call if they are partitioned. Token embeddings and everything outside the base
+    model are whole too.
 
     Args:
         model: with adapters.
-        modules: of adapters, in the same order in all processes.
-        parameters: others that are to be whole.
+        modules: modules of adapters, in the same order in all processes.
+        parameters: other parameters to gather.
     """
     if not (_may_be_sharded() and any(map(_is_partitioned, model.parameters()))):
         yield
@@ -193,15 +193,16 @@ def gathering(
 def _partitioned(
     tensors: Iterable[Tensor], modifier_rank: int | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which those of these tensors that ZeRO has partitioned are whole.
+    """Return a context in which tensors that ZeRO has partitioned are whole.
 
     Args:
-        tensors: some of them partitioned.
-        modifier_rank: the process whose values all get at the end; None: nothing is changed.
+        tensors: any tensors.
+        modifier_rank: the process whose values all processes get at the end; None: no value is
+            changed.
     """
     own = [t for t in tensors if _is_partitioned(t)]
     if modifier_rank is None:
-        # those that are whole already must not be gathered again
+        # parameters that are already whole must not be gathered again
         own = [t for t in own if t.numel() != size_of(t)]
     if not own:
         return contextlib.nullcontext()
@@ -211,10 +212,9 @@ def _partitioned(
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole tensors; those that are not sharded unchanged.
+    """Return the whole tensors; tensors that are not sharded are returned unchanged.
 
-    A collective call if any is sharded. Copies of the same part in several processes are not
-    compared.
+    A collective call if any is sharded. Replicas of a shard in several processes are not compared.
 
     Args:
         tensors: of a resharded model, in the same order in all processes.
@@ -225,7 +225,7 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return tensor.detach().clone()
         if not _is_dtensor(tensor):
             return tensor
-        # CPUOffloadPolicy keeps the parts where the process group may not reach them
+        # CPUOffloadPolicy keeps the shards where the process group may not reach them
         part = cast("Any", tensor.detach())
         return cast("Tensor", part.to(part.device_mesh.device_type).full_tensor())
 
@@ -234,15 +234,15 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill(values: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write whole values into tensors, of each of which this process may have only a part.
+    """Write whole values into tensors that may be sharded.
 
     A collective call under ZeRO stage 3, where the values of the first process count.
 
     Args:
-        values: tensors of a resharded model with what they get, the same in all processes.
+        values: pairs of a tensor of a resharded model and its new value, the same in all processes.
     """
     values = [(tensor, value.detach()) for tensor, value in values]
-    # the first process gives what it has gathered to the others
+    # the first process sends the values to the others
     with torch.no_grad(), _partitioned((tensor for tensor, _ in values), modifier_rank=0):
         for tensor, value in values:
             if _is_dtensor(tensor):
@@ -262,25 +262,25 @@ def _part_of(value: Tensor, like: Any) -> Any:
 
 
 def _set_master(tensor: Any, value: Tensor) -> None:
-    """Give DeepSpeed the values from which its next step begins.
+    """Write a value to DeepSpeed's own copy of a parameter, from which its next step starts.
 
-    Every stage of ZeRO keeps the trained parameters a second time, in float32, and overwrites the
-    model's with those (DeepSpeed 0.19.8).
+    Every stage of ZeRO keeps a float32 copy of the trained parameters, and overwrites the model's
+    parameters with it (DeepSpeed 0.19.8).
     """
     if hasattr(tensor, "_z3_optimizer"):
-        # the function for whole values fails where the parts are padded
+        # the function for whole values fails if the partitions are padded
         sys.modules["deepspeed"].utils.safe_set_local_fp32_param(tensor, tensor.ds_tensor.data)
     elif hasattr(tensor, "_hp_mapping"):
         sys.modules["deepspeed"].utils.safe_set_full_fp32_param(tensor, value.to(tensor.device))
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of an optimizer over sharded parameters, as one process would have it.
+    """Return the state of an optimizer over sharded parameters, as in a single process.
 
     A collective call.
 
     Args:
-        optimizer: of a resharded model, not of DeepSpeed.
+        optimizer: the optimizer of a resharded model, not one of DeepSpeed.
     """
     state = optimizer.state_dict()
     whole = {}
@@ -291,11 +291,11 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Give an optimizer over sharded parameters its part of what `whole_state` returned.
+    """Load this process's part of a state from `whole_state` into an optimizer.
 
     Args:
-        optimizer: of the same parameters, on any number of processes.
-        state: in all processes.
+        optimizer: the optimizer of the same parameters, sharded over any number of processes.
+        state: the whole state, in all processes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -314,14 +314,15 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 def in_first_process(model: Any, write: Callable[[], None]) -> None:
     """Write a checkpoint in the first process of the mesh.
 
-    The others wait and raise its error too. If the model is not sharded, each process writes.
+    The other processes wait, and raise its error too. If the model is not sharded, every process
+    writes.
 
     Args:
         model: resharded.
-        write: writes tensors that are whole.
+        write: a function that writes whole tensors.
 
     Raises:
-        CheckpointError: `write` failed; an old checkpoint is still whole.
+        CheckpointError: `write` failed; an old checkpoint is still intact.
     """
     groups = groups_of(model)
     if not groups:
@@ -333,7 +334,7 @@ def in_first_process(model: Any, write: Callable[[], None]) -> None:
             write()
         except AdapterZooError as error:
             failure = [str(error)]
-    # along each dimension in turn, until every process has it
+    # along each dimension of the mesh in turn, until every process has the result
     for group in groups:
         dist.broadcast_object_list(failure, dist.get_global_rank(group, 0), group)
     if failure[0] is not None:
@@ -344,10 +345,10 @@ def in_first_process(model: Any, write: Callable[[], None]) -> None:
 def raised_in_all(processes: int) -> Iterator[None]:
     """Raise an error of one process in all of them, so that none waits for it.
 
-    A collective call; within the block the processes do not wait for one another.
+    A collective call; within the block the processes must not wait for one another.
 
     Args:
-        processes: how many there are; one alone tells nobody.
+        processes: the number of processes; with 1, there is no communication.
 
     Raises:
         CheckpointError: another process has failed.
@@ -370,7 +371,7 @@ def _exchanged(message: str | None, processes: int) -> list[str | None]:
 
 
 def class_name(model: Any) -> str:
-    """Return the name of a model's class, without the subclass of `fully_shard`."""
+    """Return the name of a model's class, before `fully_shard` made a subclass of it."""
     names = [cls.__name__ for cls in type(model).__mro__]
     return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 

@@ -1,4 +1,4 @@
-"""Training: freezing, quantized layers, fingerprints, replicas, and the summary."""
+"""Training: freezing, quantized layers, gradient checkpointing, fingerprints, and the summary."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def train_adapter(
 
     Args:
         model: with adapters.
-        adapter_setup: what is trained.
-        train_embeddings: whether the table of tokens is trained too.
+        adapter_setup: the adapter or composition to train.
+        train_embeddings: whether to train the token embeddings too.
         gives_heads: whether an adapter without a copy of a static head gets one; otherwise the
             model's own head stays frozen.
 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves whole parameters, which must not reach an optimizer
+    # a forward of a sharded model may leave parameters whole, which must not reach an optimizer
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
@@ -75,7 +75,7 @@ def train_adapter(
     for name in names:
         model._adapter_state.find(name)
         refuse_merged(model, name)
-    # other embeddings than the model's own are trained themselves
+    # embeddings other than the model's own are trained in place, without a table of the adapter
     is_own = model._adapter_state.embeddings == DEFAULT_EMBEDDINGS
     for name in names if train_embeddings and is_own else ():
         if not tables_of(model, name):
@@ -103,7 +103,7 @@ def _parameters(
 
 
 def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: bool) -> None:
-    """Freeze everything but the fusion layers of a setup and the active heads; activate it.
+    """Freeze everything but the fusion layers of a setup and the active heads; activate the setup.
 
     Raises:
         StateError: there is no fusion in the setup.
@@ -112,7 +112,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     setup = parse(adapter_setup)
     fuses = fusions_of(setup)
     if setup is None or not fuses:
-        raise StateError("there is no fusion in it. Write Fuse('a', 'b').")
+        raise StateError("there is no fusion in the setup. Write Fuse('a', 'b').")
     for name in setup.flatten():
         model._adapter_state.find(name)
     _check_heads(model, setup)
@@ -130,7 +130,7 @@ def _train(
     train_embeddings: bool,
     gives_heads: bool = True,
 ) -> None:
-    """Set training mode; train only these parameters and the active heads."""
+    """Set training mode, and make only these parameters and the active heads trainable."""
     module: Any = model
     unpack_all(module)
     freeze(model, True)
@@ -150,15 +150,15 @@ def _train(
             if id(parameter) not in backbone:
                 parameter.requires_grad_(name in heads)
         layer = head.output_embeddings
-        # output layers are trained only where the user asks for it
+        # output layers are trained only with train_embeddings
         if layer is not None and not train_embeddings:
             layer.requires_grad_(False)
-    # holds the statistics of norms that are frozen now
+    # also keeps the running statistics of frozen norms from changing
     module.train()
 
 
 def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
-    """Check that adapters without a copy of a static head can get one."""
+    """Refuse a setup whose adapters would need copies of a static head that cannot be added."""
     owners = copies.owners_of(setup)
     missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
     if missing and copies.layers_of(model):
@@ -166,7 +166,7 @@ def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
 
 
 def hold_statistics(model: AdaptedModel) -> None:
-    """Set frozen norms to evaluation: a forward in training would change their statistics."""
+    """Set frozen norms to evaluation mode: in training mode, a forward changes their statistics."""
     for module in model._backbone.modules():
         tracks = isinstance(module, _NormBase) and module.track_running_stats
         if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -175,10 +175,10 @@ def hold_statistics(model: AdaptedModel) -> None:
 
 @contextmanager
 def cached_adapters(model: Any) -> Iterator[None]:
-    """Keep values computed from weights in the block.
+    """Return a context that keeps values computed from weights.
 
     Raises:
-        StateError: the model is in training mode, at the start or in a call in the block.
+        StateError: the model is in training mode, at the start or in a call within the block.
     """
 
     def refuse_training(_module: nn.Module, _args: Any) -> None:
@@ -202,22 +202,22 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     for inactive in tables.inactive_of(model).values() if freezes else ():
         inactive.requires_grad_(False)
     for parameter in (*model._backbone.parameters(), *own_parameters_of(model)):
-        # quantized weights have no gradient, even if their dtype is a float
+        # quantized weights have no gradient, even if their dtype is a floating-point one
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
         if freezes or (may_train and id(parameter) not in own):
             parameter.requires_grad_(not freezes)
 
 
-# --- training as PEFT has it ---
+# --- training as in PEFT ---
 
 
 def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False) -> None:
-    """Train only these adapters, with the heads that they have, in the mode that the model has.
+    """Train only these adapters, with the heads that they have; keep the mode of the model.
 
     Args:
         model: with adapters.
-        names: one, or several that act as a stack.
-        unfreezes: whether a frozen one is trained too; otherwise it is only activated.
+        names: one adapter, or several that act as a stack.
+        unfreezes: whether to train frozen adapters too; otherwise they are only activated.
     """
     setup = names if isinstance(names, str) else Stack(*names)
     was_training = model.training
@@ -230,7 +230,7 @@ def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False)
 
 
 def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
-    """Let an adapter that was loaded be trained, or not; the first one is trained alone."""
+    """Make a loaded adapter trainable or freeze it; a model's first adapter is trained alone."""
     if is_trainable and len(model._adapter_state.records) == 1:
         train_alone(model, name, unfreezes=True)
     else:
@@ -238,7 +238,7 @@ def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
 
 
 def require_grad(model: AdaptedModel, name: str, is_trained: bool) -> None:
-    """Let an adapter and its head get gradients, or not."""
+    """Set `requires_grad` of an adapter and its head."""
     own = [*parameters_of(model, name)]
     own += [p for m in copies.modules_with(model, name) for p in m.parameters()]
     for parameter in own:
@@ -250,10 +250,10 @@ def require_grad(model: AdaptedModel, name: str, is_trained: bool) -> None:
 
 
 def _refuse_without_gradients(model: AdaptedModel) -> None:
-    """Check that gradients pass through quantized layers, one of each class.
+    """Check that gradients pass through quantized layers, in one layer of each class.
 
     Raises:
-        StateError: they do not.
+        StateError: a layer passes none.
     """
     firsts: dict[type[nn.Module], tuple[str, nn.Module]] = {}
     for path, layer in plain_modules(model._backbone):
@@ -261,18 +261,18 @@ def _refuse_without_gradients(model: AdaptedModel) -> None:
             firsts.setdefault(type(layer), (path, layer))
     for path, layer in firsts.values():
         with at_hand(layer):
-            # nor can the pieces of a sharded weight run alone
+            # a layer with a sharded weight cannot run alone
             whole = {type(t) for t in stored(layer)} <= {torch.Tensor, nn.Parameter}
             if whole and has_run(layer) and not passes_gradients(layer):
                 raise StateError(
                     f"the {type(layer).__name__} at {path!r} is for inference: no gradient passes "
-                    "it, and adapters before it would not learn. Load the model with "
+                    "through it, and adapters before it would not learn. Load the model with "
                     "quantization_config=BitsAndBytesConfig(load_in_4bit=True)."
                 )
 
 
 def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
-    """Let transformers make quantized layers plain ones, and keep their adapters.
+    """Run transformers' dequantization, and keep the adapters of the layers.
 
     Args:
         model: with adapters.
@@ -305,24 +305,24 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
 
 
 def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block that the backward pass recomputes, with the adapters of this forward pass.
+    """Run a block so that the backward pass recomputes it with the adapters of this forward pass.
 
-    On CUDA the backward pass runs in threads of its own, which do not see an `AdapterSetup` of the
+    On CUDA, the backward pass runs in threads of its own, which do not see an `AdapterSetup` of the
     thread that ran the forward pass.
 
     Args:
-        active: state of the model.
+        active: the active adapters of the model.
         checkpoint: torch's function, with its options.
         run: the block.
         *args: its inputs.
-        **kwargs: the same, by name.
+        **kwargs: its inputs by name.
 
     Returns:
         The output of the block.
     """
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) and torch.is_grad_enabled():
         # a reentrant block gets no gradients if none of its inputs requires one, as above frozen
-        # layers; transformers handles this for token embeddings only
+        # layers; transformers handles only token embeddings
         floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
         if floats and not any(args[i].requires_grad for i in floats):
             first = floats[0]
@@ -342,7 +342,7 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
 
 
 def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
-    """Return a digest of an adapter's config and exact bits."""
+    """Return a digest of an adapter's config and of the exact bits of its tensors."""
     config = model._adapter_state.find(name).config
     reshard(model)
     with gathering(model, (module for _, module in modules_of(model, name))):
@@ -381,7 +381,7 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
         shown = [f"{key} (ranks {ranks})" for key, ranks in sorted(differing.items())]
         raise StateError(
             f"{len(differing)} of {len(reference)} entries differ from rank 0: {listing(shown)}. "
-            f"Load the adapter in every process from one checkpoint."
+            f"Load the adapter from the same checkpoint in every process."
         )
 
 

@@ -1,8 +1,9 @@
 """Functions that run in threads of their own, one at a time, each with its own random numbers.
 
-A `Trainer` is a loop that calls the model. To put the rows of several trainers into one forward,
-each loop runs as a coroutine: it stops where it needs the model, and goes on with the answer. Loops
-do not know of each other, so that each draws the random numbers that it would draw alone.
+A `Trainer` is a loop that calls the model. To put the rows of several trainers into one forward
+pass, each loop runs as a coroutine: it pauses where it needs the model, and resumes with the
+answer. The loops are isolated from each other, so each draws the random numbers that it would draw
+alone.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from adapterzoo.hosts import accelerator_states
 
 
 class ProcessState:
-    """What is global in a process, but belongs to one training run.
+    """The global state of a process that belongs to one training run.
 
-    The states of all random number generators, and what accelerate keeps for its `Accelerator`:
-    devices, processes and the running accumulation.
+    It consists of the states of all random number generators, and of the state that accelerate
+    shares among its objects: devices, processes and the current step of gradient accumulation.
     """
 
     def __init__(self) -> None:
-        """Take all as it is, without a running accumulation."""
+        """Copy the current state, without a gradient accumulation in progress."""
         self._random = _random_state()
         self.keep()
         self._kept[-1] = {}
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the state of the process within the block."""
+        """Return a context in which this is the state of the process."""
         outer = _random_state(), [dict(cls._shared_state) for cls in _KEPT]
         _put_random(self._random)
         self.put_back()
@@ -49,11 +50,11 @@ class ProcessState:
             _put_kept(outer[1])
 
     def keep(self) -> None:
-        """Take accelerate's state as it is."""
+        """Save accelerate's current state."""
         self._kept = [dict(cls._shared_state) for cls in _KEPT]
 
     def put_back(self) -> None:
-        """Give accelerate its state as it was when it was kept."""
+        """Restore accelerate's saved state."""
         _put_kept(self._kept)
 
 
@@ -87,7 +88,7 @@ def _random_state() -> _RandomState:
 
 
 class Stopped(BaseException):
-    """Ends a coroutine from outside; not an error of what it runs."""
+    """Ends a coroutine from outside; not an error of the function that it runs."""
 
 
 class _Ended(NamedTuple):
@@ -99,17 +100,17 @@ class Coroutine:
     """A function that runs only while its caller waits for it.
 
     Attributes:
-        request: what the function waits for; None before it starts and after it ends.
-        result: what it has returned.
-        is_ended: whether it has.
+        request: the request that the function waits for; None before it starts and after it ends.
+        result: the value that it has returned.
+        is_ended: whether it has ended.
     """
 
     def __init__(self, run: Callable[[], Any], state: ProcessState) -> None:
-        """Keep the function; the first `resume` starts it.
+        """Store the function; the first `resume` starts it.
 
         Args:
-            run: the function; it calls `wait_for` in this coroutine.
-            state: its state of the process.
+            run: the function; it calls `wait_for` of this coroutine.
+            state: the state of the process while it runs.
         """
         self.request: Any = None
         self.result: Any = None
@@ -123,14 +124,15 @@ class Coroutine:
         """Run the function until it waits again or ends.
 
         Args:
-            answer: what `wait_for` returns there; an exception is raised there.
+            answer: the value that `wait_for` returns in the function, or an exception to raise
+                there.
 
         Raises:
             BaseException: the function raised it.
         """
         with self._state.entered():
             if self._thread is None:
-                # a thread may inherit the context of its maker
+                # newer releases of Python let a thread inherit the context of its creator
                 context = contextvars.Context()
                 self._thread = threading.Thread(target=context.run, args=(self._body,), daemon=True)
                 self._thread.start()
@@ -147,10 +149,10 @@ class Coroutine:
             self.request = request
 
     def wait_for(self, request: Any) -> Any:
-        """Let the caller go on, and return its answer; called by the function.
+        """Pause the function until the caller answers, and return the answer.
 
         Args:
-            request: what the caller sees as `request`.
+            request: the value that the caller finds in `request`.
         """
         self._requests.put(request)
         answer = self._answers.get()

@@ -1,7 +1,7 @@
 """Rows of several batches in one call of the base model: joined before it, and divided after it.
 
-Sequences of different lengths are padded at the end, which no attention mask shows to the others.
-Outputs are cut to the rows and the length that the batch has alone.
+Sequences of different lengths are padded at the end, and attention masks hide the padding. The
+outputs of each batch are cut to its own rows and lengths.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from adapterzoo.errors import BatchError
 from adapterzoo.model.batches import batch_size
 
-# argument with a value for each token → whose tokens; the first of each sequence that is given says
-# how long it is
+# argument with a value for each token → the sequence of these tokens, whose length is that of the
+# first argument given
 _SEQUENCES = {
     "input_ids": "own", "inputs_embeds": "own", "attention_mask": "own",
     "token_type_ids": "own", "position_ids": "own",
@@ -32,7 +32,7 @@ _MASKS = {
 }  # fmt: skip
 _IDS = ("input_ids", "decoder_input_ids")
 
-# output → the dimensions that are tokens, and whose: the first of these sequences that the call has
+# output → its dimensions of tokens → their sequence: the first of these that the call has
 _MAIN, _CROSS = ("decoder", "own"), ("read", "own")
 _OUTPUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "last_hidden_state": {1: _MAIN},
@@ -46,10 +46,10 @@ _OUTPUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "cross_attentions": {2: _MAIN, 3: _CROSS},
     "pooler_output": {},
 }
-# outputs in which rows and tokens are one dimension
+# outputs in which rows and tokens share one dimension
 _FLAT = {"router_logits": _MAIN, "encoder_router_logits": ("own",),
          "decoder_router_logits": ("decoder",)}  # fmt: skip
-# a cache is of no use to a step of training
+# a training step does not need a cache
 _CACHES = ("past_key_values", "cache_params", "mems")
 
 
@@ -58,8 +58,8 @@ class Piece(NamedTuple):
 
     Attributes:
         start: its first row.
-        rows: how many it has.
-        lengths: of its sequences.
+        rows: the number of its rows.
+        lengths: the lengths of its sequences.
     """
 
     start: int
@@ -74,8 +74,8 @@ class Joined:
     Attributes:
         inputs: its arguments.
         pieces: the batches, in order.
-        rows: how many the call has.
-        lengths: of its sequences.
+        rows: the number of its rows.
+        lengths: the lengths of its sequences.
     """
 
     inputs: dict[str, Any]
@@ -85,7 +85,7 @@ class Joined:
 
 
 def kind_of(inputs: Mapping[str, Any], pads: bool) -> Any:
-    """Return a key: batches of equal keys can be joined.
+    """Return a key; batches with equal keys can be joined.
 
     Args:
         inputs: arguments of the base model.
@@ -98,7 +98,7 @@ def kind_of(inputs: Mapping[str, Any], pads: bool) -> Any:
                 continue
             shape: list[Any] = list(value.shape)
             if not shape or shape[0] != rows:
-                # not one value for each row; the same object may be shared
+                # not one value for each row: can be joined only if it is the same object
                 kinds.append((name, id(value)))
                 continue
             shape[0] = "rows"
@@ -116,7 +116,7 @@ def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
     """Return one call for the rows of several batches of one kind.
 
     Args:
-        batches: arguments of the base model, of each.
+        batches: the arguments of the base model for each batch.
         padding: the id of padding.
     """
     pieces, start = [], 0
@@ -168,7 +168,7 @@ def _padded(t: Tensor, length: int | None, fill: int) -> Tensor:
     missing = 0 if length is None or t.dim() < 2 else length - t.shape[1]
     if not missing:
         return t
-    # behind the tokens, whatever dimensions follow
+    # at the end of dimension 1, whatever dimensions follow
     return pad(t, (*(0 for _ in range(2 * (t.dim() - 2))), 0, missing), value=fill)
 
 
@@ -176,11 +176,11 @@ def divide(outputs: Any, joined: Joined) -> list[Any]:
     """Return the outputs of a joined call for each of its batches.
 
     Args:
-        outputs: a mapping.
+        outputs: the mapping that the base model returned.
         joined: the call.
 
     Raises:
-        BatchError: a value belongs to the whole batch.
+        BatchError: a value belongs to the call as a whole.
     """
     divided: list[dict[str, Any]] = [{} for _ in joined.pieces]
     for name, value in outputs.items():
@@ -201,7 +201,7 @@ def divide(outputs: Any, joined: Joined) -> list[Any]:
 def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
     """Return the rows and tokens of each batch in an output.
 
-    The rows are split at once: the backward of as many slices would fill a whole tensor for each.
+    One `split` divides the rows, since the backward of each slice would fill a whole tensor.
     """
     if t is None:
         return [None for _ in joined.pieces]
@@ -211,7 +211,7 @@ def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
         lengths = [_length(piece.lengths, _FLAT[name]) for piece in joined.pieces]
         return [part[:, :n].flatten(0, 1) for part, n in zip(own, lengths, strict=True)]
     if not t.dim() or t.shape[0] != joined.rows:
-        raise BatchError(f"the output {name!r} of the base model is of the whole batch")
+        raise BatchError(f"the output {name!r} of the base model belongs to the whole batch")
     return [
         _cut(name, part, piece, joined)
         for part, piece in zip(t.split(rows), joined.pieces, strict=True)
@@ -219,11 +219,11 @@ def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
 
 
 def _cut(name: str, t: Tensor, piece: Piece, joined: Joined) -> Tensor:
-    """Return an output of one batch without what the joined call has padded."""
+    """Return an output of one batch without the padding of the joined call."""
     if piece.lengths == joined.lengths:
         return t
     if name not in _OUTPUTS:
-        raise BatchError(f"which dimension of the output {name!r} is tokens is unknown")
+        raise BatchError(f"it is unknown which dimension of the output {name!r} counts tokens")
     for dim, of in _OUTPUTS[name].items():
         if t.shape[dim] != _length(joined.lengths, of):
             raise BatchError(f"the output {name!r} does not have one state for each token")
@@ -232,5 +232,5 @@ def _cut(name: str, t: Tensor, piece: Piece, joined: Joined) -> Tensor:
 
 
 def _length(lengths: Mapping[str, int], of: Sequence[str]) -> int | None:
-    """Return the length of the first of these sequences that a call has."""
+    """Return the length of the first of these sequences that is in a call; None without any."""
     return next((lengths[sequence] for sequence in of if sequence in lengths), None)

@@ -17,18 +17,18 @@ from adapterzoo.errors import ConfigError, columns, listing
 
 from .trainer import MultiAdapterTrainer
 
-# the key of a grid for configs; the others are fields of the arguments
+# the grid's key for configs; all other keys are fields of the training arguments
 CONFIG = "config"
 
 
 @dataclasses.dataclass
 class Sweep:
-    """What a sweep has found.
+    """The results of a sweep.
 
     Attributes:
-        trainer: whose runs it is.
-        keys: what differs between the runs.
-        metric: by which they are ordered.
+        trainer: the trainer of its runs.
+        keys: the keys of the grid.
+        metric: the metric by which the runs are ranked.
         rows: a dict for each run, the best first: `name`, the values of the keys, `parameters`,
             `steps`, `train_loss`, and all metrics.
     """
@@ -54,14 +54,14 @@ class Sweep:
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the metric of each run.
 
-        Over the numeric key with the most values if there is one, with a line for each combination
-        of the others; else a bar for each run.
+        The horizontal axis is the numeric key with the most values, with a line for each
+        combination of the other keys; without a numeric key, each run is a bar.
 
         Args:
-            path: of an image to write, such as `sweep.svg`.
+            path: the image file to write, such as `sweep.svg`.
 
         Returns:
-            The figure of matplotlib.
+            The matplotlib figure.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -101,7 +101,7 @@ class Sweep:
         return figure
 
     def _across(self) -> str | None:
-        """Return the numeric key with the most values; None if there is none with two."""
+        """Return the numeric key with the most values; None if none has two values."""
         found = {key: {_shown(row[key]) for row in self.rows} for key in self.keys}
         numeric = [
             key
@@ -142,14 +142,15 @@ def sweep(
         model: with adapters.
         args: `TrainingArguments` that all runs have in common.
         train_dataset: rows to train on.
-        eval_dataset: rows to evaluate on; None: the runs are ordered by their training loss.
-        grid: `"config"` → config strings or configs; a field of `args` → its values.
-        add_head: is called with the model and the name of each adapter to add its head; None: no
+        eval_dataset: rows to evaluate on; None: the runs are ranked by their training loss.
+        grid: maps `"config"` to config strings or configs, and fields of `args` to their values.
+        add_head: a function that adds a head, given the model and the name of an adapter; None: no
             head is added.
-        metric: by which the runs are ordered; None: `eval_loss`, or `train_loss` without
+        metric: the metric by which the runs are ranked; None: `eval_loss`, or `train_loss` without
             `eval_dataset`.
-        greater_is_better: None: unless the name of the metric ends with "loss".
-        name: of the adapters, with a number behind it.
+        greater_is_better: whether a greater metric is better; None: unless its name ends with
+            "loss".
+        name: the prefix of the adapters' names, which end with a number.
         at_once: as in `MultiAdapterTrainer`.
         **kwargs: other arguments of `MultiAdapterTrainer.add`.
 

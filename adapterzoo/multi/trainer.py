@@ -1,13 +1,13 @@
 """`MultiAdapterTrainer`: several adapters over one base model, trained in one run.
 
 Each adapter has a trainer of its own, with its own data, arguments, optimizer and checkpoints. The
-trainers run in turn up to the point where they call the base model. One call then computes the rows
-of all of them, each row with its own adapter, and one backward pass follows, so that the base model
-is read once for all. Everything else (heads, losses, clipping, optimizers, schedules, metrics,
-callbacks, checkpoints) is what each trainer does alone, with the random numbers that it draws
-alone.
+trainers take turns to run up to the point where they call the base model. A single call then
+computes the rows of all trainers, each row with its own adapter, and a single backward pass
+follows, so that the base model's weights are read once for all. For everything else (heads, losses,
+clipping, optimizers, schedules, metrics, callbacks, checkpoints), each trainer runs as it would
+alone, with the same random numbers.
 
-Without dropout the results are those of separate runs, up to the order of sums.
+Without dropout, the results are those of separate runs, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ from .mixing import Joined, divide, join, kind_of
 
 logger = logging.getLogger(__name__)
 
-# what the trainers of one process share; each must be the same for all
+# options that the trainers of one process share, and on which all must agree
 _SHARED = (
     "bf16", "fp16", "tf32", "use_cpu", "full_determinism", "use_liger_kernel",
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
 )  # fmt: skip
-# what would change the model under the other runs
+# options that would change the model for the other runs, with their defaults
 _ALONE = {
     "torch_compile": False, "neftune_noise_alpha": None, "auto_find_batch_size": False,
     "deepspeed": None, "fsdp": None,
 }  # fmt: skip
-# the file of a checkpoint that says when it was saved
+# the file of a checkpoint with the time at which it was saved
 _CLOCK = "run.json"
-# the largest difference of outputs that have the same formula, as a part of the largest value
+# the largest difference between outputs of the same formula, relative to the largest value
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _COARSE = 5e-2
 
 
 class _Forward(NamedTuple):
-    """A run waits for the outputs of a module: the base model, or an encoder or decoder."""
+    """A request for the outputs of a module: the base model, or an encoder or decoder."""
 
     path: str
     inputs: dict[str, Any]
 
 
 class _Backward(NamedTuple):
-    """A run has the gradients of its outputs, and waits for those of its parameters."""
+    """A request for the gradients of a run's parameters; those of its outputs are there."""
 
 
 class _Alone(NamedTuple):
-    """Answer to a `_Forward`: run the base model yourself."""
+    """The answer to a `_Forward` that lets the run call the module itself."""
 
 
 @dataclass(eq=False)
@@ -94,11 +94,11 @@ class AdapterRun:
     """One adapter in a `MultiAdapterTrainer`.
 
     Attributes:
-        name: of the run.
-        setup: what is trained: an adapter, or a composition of adapters.
+        name: the name of the run.
+        setup: the adapter, or composition of adapters, that is trained.
         trainer: its trainer.
-        parameters: what it trains, by name.
-        result: what its `train()` has returned; None before.
+        parameters: the parameters that it trains, by name.
+        result: the value that its `train()` has returned; None before.
         is_mixed: whether its rows share calls of the base model with those of other runs.
     """
 
@@ -115,17 +115,17 @@ class AdapterRun:
     verified: set[str] = field(default_factory=set)
     is_stepping: bool = False
     coroutine: Coroutine = field(init=False)
-    # for each call of the base model in a step: outputs, and the leaves that stand for them
+    # for each call of the base model in a step: pairs of an output and the leaf that replaces it
     calls: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        """Show what is trained, and how far it is."""
+        """Show the name of the run and its progress."""
         state = self.trainer.state
         return f"AdapterRun({self.name!r}, step {state.global_step} of {state.max_steps})"
 
 
 class RunPrinter(TrainerCallback):
-    """Prints what a run logs, with its name."""
+    """Prints the log entries of a run, with its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -138,7 +138,7 @@ class RunPrinter(TrainerCallback):
             state: of the trainer.
             control: of the trainer.
             logs: the entry.
-            **kwargs: what else callbacks get.
+            **kwargs: other arguments of callbacks.
         """
         if state.is_local_process_zero:
             shown = {key: round(v, 6) if isinstance(v, float) else v for key, v in logs.items()}
@@ -146,11 +146,11 @@ class RunPrinter(TrainerCallback):
 
 
 class _View(nn.Module):
-    """A model as one run sees it: the parameters are its own, calls go through `forward`."""
+    """A model as one run sees it, with only the run's own parameters."""
 
     def __init__(self, model: nn.Module, run: AdapterRun) -> None:
         super().__init__()
-        # not a submodule: other runs train other parameters of it
+        # not a submodule, whose parameters would include those of other runs
         self.__dict__["module"] = model
         self.__dict__["_run"] = run
 
@@ -175,15 +175,15 @@ class _View(nn.Module):
 
 
 class _OwnRun(AdapterTrainer):
-    """In front of the class of a trainer: it trains and saves one run, beside others."""
+    """The mixin that lets a trainer train and save one run of several over the same model."""
 
     _run: AdapterRun
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if not self._run.many._is_in(self._run):
             raise StateError(
-                f"the trainer of the run {self._run.name!r} trains beside the others. Call train() "
-                "of the MultiAdapterTrainer."
+                f"the trainer of the run {self._run.name!r} trains together with the others. Call "
+                "train() of the MultiAdapterTrainer."
             )
         return super().train(*args, **kwargs)
 
@@ -216,13 +216,13 @@ class _OwnRun(AdapterTrainer):
         run.is_stepping = True
         try:
             loss = super().training_step(*args, **kwargs)
-            # also without calls: runs that take turns keep step with the others
+            # even without calls, so that runs that take turns stay in step with the others
             run.coroutine.wait_for(_Backward())
         finally:
             run.is_stepping = False
             run.calls.clear()
         if self.args.world_size > 1 and self.accelerator.sync_gradients:
-            # those that are sharded are averaged as they are scattered
+            # the reduce-scatter of sharded parameters averages already
             _average([p for p in run.parameters.values() if not is_sharded(p)])
         return loss
 
@@ -252,14 +252,14 @@ class MultiAdapterTrainer:
     results = trainer.train()
     ```
 
-    The rows of all runs share one call of the base model where that gives what each gets alone;
-    other runs take turns. Which they are is in `docs/many-adapters.md`.
+    The rows of all runs share one call of the base model if this does not change the outputs of any
+    run; the other runs take turns. `docs/many-adapters.md` lists both kinds.
 
     Attributes:
         model: the model.
-        runs: name → run, in the order in which they were added.
+        runs: maps names to runs, in the order in which they were added.
         at_once: how many runs train at the same time; the others wait until one ends.
-        clock: how many batches each run that trains from the start has seen.
+        clock: the number of batches seen by a run that has trained from the start.
     """
 
     def __init__(self, model: nn.Module, at_once: int | None = None) -> None:
@@ -286,7 +286,7 @@ class MultiAdapterTrainer:
         self.runs: dict[str, AdapterRun] = {}
         self._here = threading.local()
         self._bar: Any = None
-        # what runs have in common → its own forward; empty while nothing trains
+        # path of a shared module → its plain forward; empty while nothing trains
         self._plain: dict[str, Callable[..., Any]] = {}
         self.clock = 0
         self._running: list[AdapterRun] = []
@@ -307,28 +307,28 @@ class MultiAdapterTrainer:
         trainer_class: type[AdapterTrainer] = AdapterTrainer,
         **kwargs: Any,
     ) -> None:
-        """Add a run, also while others train: it joins them at the next step.
+        """Add a run, even while others train: it joins them at the next step.
 
         Args:
-            name: of the run, and of the adapter without `adapter_names`.
+            name: the name of the run, and of its adapter unless `adapter_names` is given.
             args: `TrainingArguments`, with a folder of its own.
             train_dataset: rows to train on.
-            eval_dataset: rows to evaluate on, or a dict of several such.
-            adapter_names: what is trained, as `train_adapter` takes it; with a `Fuse`, its layers
-                as `train_adapter_fusion` does. None: the adapter with the name of the run.
+            eval_dataset: rows to evaluate on, or a dict of several data sets.
+            adapter_names: the setup to train, as for `train_adapter`; with a `Fuse`, its layers are
+                trained, as by `train_adapter_fusion`. None: the adapter with the name of the run.
             train_embeddings: as in `train_adapter`.
             trainer_class: the class of its trainer.
             **kwargs: other arguments of the trainer, such as `data_collator` and
                 `compute_metrics`.
 
         Raises:
-            ConfigError: the arguments differ from those of other runs where they must not, or two
-                runs train the same parameters or write into the same folder.
+            ConfigError: the runs disagree on a shared option, train the same parameters, or write
+                into the same folder.
             DuplicateNameError: the name is taken.
             UnknownNameError: an adapter is unknown.
         """
         if (caller := getattr(self._here, "run", None)) is not None:
-            # the arguments have emptied what accelerate keeps for the run that calls this
+            # making the arguments has emptied accelerate's state of the calling run
             caller.state.put_back()
         if name in self.runs:
             raise DuplicateNameError(f"there is a run {name!r}. Write another name.")
@@ -343,7 +343,7 @@ class MultiAdapterTrainer:
         if not self._plain:
             make()
         else:
-            # between two steps, outside of the trainer that calls this
+            # made between two steps, outside the trainer that calls this
             self._coming.append(make)
 
     def _check(self, name: str, args: Any) -> None:
@@ -351,7 +351,7 @@ class MultiAdapterTrainer:
             value = getattr(args, option, default)
             if value and value != default:
                 raise ConfigError(
-                    f"{option}={value!r} would change the model under other runs. Leave it out, or "
+                    f"{option}={value!r} would change the model for other runs. Leave it out, or "
                     "write AdapterTrainer(…)."
                 )
         if args.n_gpu > 1:
@@ -365,12 +365,12 @@ class MultiAdapterTrainer:
                 one, two = (getattr(each, option, None) for each in (own, args))
                 if one != two:
                     raise ConfigError(
-                        f"{option}={two!r}, but {other.name!r} has {one!r}, and one forward is for "
-                        f"both. Write {option}={one!r}."
+                        f"{option}={two!r}, but {other.name!r} has {one!r}, and both share one "
+                        f"forward pass. Write {option}={one!r}."
                     )
             if Path(own.output_dir).resolve() == Path(args.output_dir).resolve():
                 raise ConfigError(
-                    f"{other.name!r} writes into {args.output_dir!r} already. Write another "
+                    f"{other.name!r} already writes into {args.output_dir!r}. Write another "
                     f"output_dir, such as {str(Path(args.output_dir) / name)!r}."
                 )
 
@@ -396,7 +396,7 @@ class MultiAdapterTrainer:
             for other in self.runs.values():
                 if both := sorted(own.keys() & other.parameters.keys()):
                     raise ConfigError(
-                        f"{other.name!r} trains {both[0]!r} already. Give {name!r} an adapter and "
+                        f"{other.name!r} already trains {both[0]!r}. Give {name!r} an adapter and "
                         f"a head of its own: model.add_adapter({name!r}, …), and a head of that "
                         "name."
                     )
@@ -412,10 +412,10 @@ class MultiAdapterTrainer:
             default.plan = before
         for other in self.runs.values():
             _require_grad(other.parameters.values(), True)
-        # an expert with a capacity leaves out tokens if those of other rows fill it
+        # an expert with a capacity drops tokens once tokens of other rows have filled it
         is_coupled = hasattr(model.config, "expert_capacity")
         run.is_mixed = not has_rows(setup) and plan.prompts is None and not is_coupled
-        # bars of several runs would overwrite each other
+        # the progress bars of several runs would overwrite each other
         for callback in (ProgressCallback, PrinterCallback):
             if run.trainer.pop_callback(callback) is not None:
                 run.trainer.add_callback(RunPrinter(name))
@@ -424,7 +424,7 @@ class MultiAdapterTrainer:
 
     @contextmanager
     def _as(self, run: AdapterRun) -> Iterator[None]:
-        """Let this thread be that of a run."""
+        """Return a context in which this thread has a run's state and active adapters."""
         if self._is_in(run):
             yield
             return
@@ -445,18 +445,18 @@ class MultiAdapterTrainer:
         Runs that have ended stay as they are, unless they resume from a checkpoint.
 
         Args:
-            resume_from_checkpoint: True: the runs go on from the last whole checkpoints in their
-                folders that were saved at the same time, which gives the bits of a run that was not
-                interrupted; if there are none, each goes on from its last one, or starts. A dict
-                has the checkpoint of each run.
+            resume_from_checkpoint: True: the runs resume from the last complete checkpoints in
+                their folders that were saved at the same time, and end with the same bits as
+                without an interruption; if there are none, each resumes from its own last
+                checkpoint, or starts. A dict maps names of runs to checkpoints.
 
         Returns:
-            name of a run → what its trainer's `train()` returns.
+            The result of each trainer's `train()`, by the name of the run.
 
         Raises:
             CheckpointError: no run has a checkpoint, or one does not fit.
             StateError: there are no runs, or an `AdapterSetup` is active here.
-            UnknownNameError: a checkpoint is of an unknown run.
+            UnknownNameError: a checkpoint is given for an unknown run.
         """
         if not self.runs:
             raise StateError(
@@ -481,10 +481,10 @@ class MultiAdapterTrainer:
         """Evaluate all runs that have rows to evaluate on.
 
         Args:
-            **kwargs: of `Trainer.evaluate`.
+            **kwargs: arguments of `Trainer.evaluate`.
 
         Returns:
-            name of a run → its metrics.
+            The metrics of each run, by its name.
         """
         return {
             name: run.trainer.evaluate(**kwargs)
@@ -504,16 +504,17 @@ class MultiAdapterTrainer:
             found = self._saved_together()
             if not found:
                 raise CheckpointError(
-                    "no run has a whole checkpoint. Write train() without resume_from_checkpoint."
+                    "no run has a complete checkpoint. Write train() without "
+                    "resume_from_checkpoint."
                 )
         for name, run in self.runs.items():
             run.resume_from = found[name].folder if name in found else None
-            # one that had ended goes on with the others
+            # a run that had ended resumes with the others
             run.result = None if found else run.result
         self.clock = max((saved.clock for saved in found.values()), default=0)
 
     def _saved_together(self) -> dict[str, _Saved]:
-        """Return the last checkpoints of one time; the last of each run if there are none."""
+        """Return the last checkpoints saved at one time; if there are none, each run's last."""
         every: dict[str, list[_Saved]] = {}
         for name, run in self.runs.items():
             if folders := whole_checkpoints(Path(run.trainer.args.output_dir)):
@@ -523,7 +524,7 @@ class MultiAdapterTrainer:
             found = {}
             for name, own in every.items():
                 before = [saved for saved in own if saved.clock <= clock]
-                # a run that has ended by then does not go on
+                # a run that had ended by then has no later checkpoint
                 if before and (before[-1].clock == clock or before[-1].is_end):
                     found[name] = before[-1]
             waiting = {name for saved in found.values() for name in saved.waiting}
@@ -534,7 +535,7 @@ class MultiAdapterTrainer:
         return {name: own[-1] for name, own in every.items()}
 
     def _train(self, run: AdapterRun) -> Any:
-        """Train one run; in its coroutine."""
+        """Train one run, in its coroutine."""
         self._here.run = run
         try:
             with self.model._active.entered(run.plan):
@@ -544,7 +545,7 @@ class MultiAdapterTrainer:
             raise type(error)(f"run {run.name!r}: {error}") from error
 
     def _drive(self) -> None:
-        """Let the runs go on until all have ended."""
+        """Resume the runs in turn until all have ended."""
         running, waiting = self._running, self._waiting
         while waiting or running or self._coming:
             if not any(isinstance(run.coroutine.request, _Forward) for run in running):
@@ -574,7 +575,7 @@ class MultiAdapterTrainer:
                 self._resume_run(run)
 
     def _batches(self) -> int:
-        """Return how many batches the longest of the running runs sees, as far as is known."""
+        """Return the clock at which the last of the current runs will end, if known."""
         trainers = [run.trainer for run in self._running]
         coming = (
             (each.state.max_steps - each.state.global_step) * each.args.gradient_accumulation_steps
@@ -593,11 +594,11 @@ class MultiAdapterTrainer:
 
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
-        """Let calls of what all runs have in common wait for those of the others."""
+        """Return a context in which calls of the shared modules wait for those of other runs."""
         model = self.model
         shared = {"": model._backbone}
         if model._backbone is model:
-            # the loss is computed within its forward
+            # its forward also computes the loss
             shared = dict(stacks_of(model))
         before = {path: vars(module).get("forward") for path, module in shared.items()}
         self._plain = {path: module.forward for path, module in shared.items()}
@@ -637,7 +638,7 @@ class MultiAdapterTrainer:
 
     def _outputs(self, asking: list[AdapterRun]) -> dict[AdapterRun, Any]:
         """Return the outputs of the base model for each run that waits for them."""
-        # a run may have been last to evaluate
+        # a run may have evaluated since the last step
         self.model.train()
         groups: dict[Any, list[AdapterRun]] = {}
         for run in asking:
@@ -661,11 +662,11 @@ class MultiAdapterTrainer:
         return answers
 
     def _mixed(self, group: list[AdapterRun]) -> dict[AdapterRun, Any]:
-        """Return the outputs of runs from one call for all their rows."""
+        """Return the outputs of several runs, from one call for all their rows."""
         seeds = [(run.name, run.trainer.args.seed) for run in group]
         devices = [p.device for p in self.model.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices), group[0].trainer.compute_loss_context_manager():
-            # what is dropped depends on the seeds of these runs and the time alone
+            # dropout masks depend only on the names and seeds of these runs and on the clock
             torch.manual_seed(zlib.crc32(repr((seeds, self.clock)).encode()))
             outputs, joined = self._call(group)
         return dict(zip(group, divide(outputs, joined), strict=True))
@@ -684,11 +685,11 @@ class MultiAdapterTrainer:
             return plain(**inputs), joined
 
     def _verify(self, group: list[AdapterRun], new: list[AdapterRun]) -> None:
-        """Compare the outputs of a mixed call with those that new runs get alone.
+        """Compare the outputs that new runs get from a mixed call and from a call of their own.
 
-        Padding can reach tokens that an attention mask does not protect, such as those of a
-        convolution; experts can be full; a method may not divide its rows. Runs of which the
-        outputs differ take turns.
+        They differ if padding affects real tokens, as in a convolution, which has no attention
+        mask, if experts are full, or if a method does not treat rows separately. Runs with
+        different outputs take turns.
         """
         path = group[0].coroutine.request.path
         plain = self._plain[path]
@@ -706,7 +707,7 @@ class MultiAdapterTrainer:
                     outputs, joined = self._call(mixed)
                     found = dict(zip(mixed, divide(outputs, joined), strict=True))
                 except AdapterZooError as error:
-                    # the youngest is what has changed
+                    # the run that was added last is the likely cause
                     why[mixed[-1]] = str(error)
                     mixed.pop()
                     continue
@@ -723,7 +724,7 @@ class MultiAdapterTrainer:
             logger.warning("%r takes turns with the other runs: %s.", run.name, reason)
 
     def _backward(self, steps: list[AdapterRun]) -> None:
-        """Compute the gradients of all parameters from those of the outputs."""
+        """Compute the gradients of all parameters from those of the base model's outputs."""
         for number in reversed(range(max((len(run.calls) for run in steps), default=0))):
             calls = [run.calls[number] for run in steps if len(run.calls) > number]
             pairs = [(t, leaf.grad) for call in calls for t, leaf in call if leaf.grad is not None]
@@ -735,10 +736,10 @@ class _Saved(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
-        clock: when it was saved.
-        folder: where it is.
+        clock: the trainer's clock when it was saved.
+        folder: its folder.
         is_end: whether the run had ended.
-        waiting: the runs that had not started.
+        waiting: the names of the runs that had not started.
     """
 
     clock: int
@@ -748,10 +749,10 @@ class _Saved(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> _Saved:
-        """Return what a folder says of itself.
+        """Return the checkpoint in a folder.
 
         Raises:
-            CheckpointError: it was not written to its end.
+            CheckpointError: it is incomplete.
         """
         state = state_of(folder)
         own = {"clock": state["global_step"], "waiting": []}
@@ -762,7 +763,7 @@ class _Saved(NamedTuple):
 
 
 def _leaves(run: AdapterRun, outputs: Any) -> Any:
-    """Return the outputs as leaves of a graph: the run's backward pass ends there."""
+    """Return the outputs as leaves of the graph, at which the run's backward pass ends."""
     call: list[tuple[Tensor, Tensor]] = []
     known: dict[int, Tensor] = {}
 
@@ -783,7 +784,7 @@ def _leaves(run: AdapterRun, outputs: Any) -> Any:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Return whether outputs are equal, up to the order of sums."""
+    """Return whether outputs are equal, up to the order of summation."""
     for name, value in two.items():
         pairs = (
             zip(value, one[name], strict=True) if isinstance(value, tuple) else [(value, one[name])]
@@ -820,7 +821,7 @@ def _require_grad(parameters: Any, value: bool) -> None:
 
 
 def _padding(model: Any) -> int:
-    """Return the id of padding; the first id if there is none, which a mask hides."""
+    """Return the id of padding; 0 if there is none, since a mask hides it."""
     config = model.config.get_text_config()
     return int(getattr(config, "pad_token_id", None) or 0)
 

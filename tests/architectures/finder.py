@@ -59,16 +59,16 @@ _METHODS = {"lora": "LoRA", "bottleneck": "bottleneck", "reft": "ReFT", "ln_tuni
 
 HEAD = """## Find your model
 
-Look for the type, which is `model_type` in a model's `config.json`, or for a name. Without the
-field for it, the search of the browser does the same.
+Search for a model's type (`model_type` in its `config.json`) or for its name. If the page shows no
+search field, use your browser's search.
 
 - *adapters*: the kinds that passed the test described [below](#all-model-types) on a tiny model.
   `all`: LoRA and its relatives, bottlenecks, ReFT and norms; `untested`: no inputs or no tiny model
-  could be made, for the reason that the last column of the large table gives.
-- *prefix* and *prompt*: prefix tuning at the attention, prompt tuning at the tokens.
-- *heads*: the tasks for which transformers has a class of the type, whose heads are used and saved
-  with adapters; `AutoAdapterModel` adds [named heads](heads.md) to every type.
-- *generate*: whether a class of the type generates.
+  could be made, for the reason given in the last column of the large table.
+- *prefix* and *prompt*: prefix tuning at the attention, prompt tuning at the input tokens.
+- *heads*: the tasks for which transformers has a class of this type; the heads of these classes are
+  used and saved with adapters. `AutoAdapterModel` adds [named heads](heads.md) to every type.
+- *generate*: whether a class of this type generates.
 - *default LoRA*: the layers that `LoRAConfig()` adapts; `–`: name layers with `target_modules`, or
   write `"all-linear"`.
 

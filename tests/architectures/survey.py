@@ -256,14 +256,14 @@ Written by `make architectures`; tests compare it with the current results.
 - built on the meta device from their default configuration: {len(built)}
 - of these with attention: {len(attentive)}
 - of these with all roles and stream sites: {len(complete)} ({share:.1f} %)
-- of these with sub-layers that all read only the stream and are simply added to it: {plain}
-- different blocks whose stream sites were proven by a run: {proven} of {kinds}
+- of these with sub-layers that read only the stream and are simply added to it: {plain}
+- distinct blocks whose stream sites were verified by a run: {proven} of {kinds}
 {totals}
 `q k v qkv o` are query, key, value, the fused layer that contains them, and the output projection
 of attention; `in gate out` are the layers of the feed-forward part. *Stream* tells whether norms
 come before the sub-layers (`pre`) or after the residual additions (`post`). *Proven* counts the
-different blocks that ran with the default configuration and in which every stream site was
-verified; parts that the remark excludes, attention or feed-forward, are not included.
+distinct blocks that ran with the default configuration and in which every stream site was verified;
+attention or feed-forward parts that the remark excludes do not count.
 {more.notes}
 | model type | blocks | roles | stream | complete | proven | remark |{names}
 | --- | --- | --- | --- | --- | --- | --- |{" --- |" * len(more.names)}

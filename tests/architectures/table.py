@@ -50,19 +50,19 @@ Cells = dict[str, str]
 _NOTES = """
 The method columns show the result of a test on a tiny model of the type, with an adapter on every
 sub-layer, or at all query, key, value and output projections and in the feed-forward part. A new
-adapter must be the identity if its config says so; with other values it must change the output;
-gradients must reach the whole adapter and nothing else (if they reach the layer at all); merging
-must equal the forward pass or be refused; and deletion must restore the model bit for bit. `✓`:
-passed. `✓ some`: passed with the method's default config or at all linear layers, because the model
-does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32; merges are
-compared with float64. The last column gives the reasons.
+adapter must be the identity if its config says so; with other values it must change the output.
+Gradients must reach the whole adapter and nothing else (if they reach the layer at all). Merging
+must give the output of the forward pass or be refused, and deletion must restore the model bit for
+bit. `✓`: passed. `✓ some`: passed with the method's default config or at all linear layers, because
+the model does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32;
+merges are compared in float64. The last column gives the reasons.
 
-Each column is a kind of site. `lora` and `another` are linear layers: on each type LoRA is run, and
-one of the other methods at linear layers, which the cell names. All of them are run on these types:
+Each column is a kind of site. `lora` and `another` are linear layers: each type runs with LoRA and
+with one other method for linear layers, which the cell names. These types run with all of them:
 {whole}.
 `bottleneck` is where sub-layers meet the residual stream; `invertible` is `seq_bn_inv`, which also
-needs an entry: a place in front of the first block. `prefix_tuning` sits at the attention,
-`prompt_tuning` at the input tokens, `reft` at the output of blocks, and `ln_tuning` at the norms.
+needs an entry: a place in front of the first block. `prefix_tuning` acts at the attention,
+`prompt_tuning` at the input tokens, `reft` at the outputs of blocks, and `ln_tuning` at the norms.
 """
 
 

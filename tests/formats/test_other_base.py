@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, BertModel
 
 from adapterzoo import AutoAdapterModel, init
 
-SAID = "trained on other weights of the base model"
+SAID = "was trained on a base model"
 
 
 def base(family: str = "bert", seed: int = 0, spread: float = 0.1):

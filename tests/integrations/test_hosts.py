@@ -58,7 +58,7 @@ def forget(monkeypatch):
     """Gives a host back what it had before it was told."""
 
     def give_back(owner: Any, name: str) -> None:
-        monkeypatch.setattr(owner, name, vars(owner)[name]._untold)
+        monkeypatch.setattr(owner, name, vars(owner)[name]._unpatched)
 
     return give_back
 

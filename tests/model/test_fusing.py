@@ -384,7 +384,12 @@ def test_what_cannot_be_fused_is_refused():
             "delete_adapter_fusion('a,b",
         ),
         (lambda: delete("b,c"), UnknownNameError, "no fusion 'b,c'", "Known fusions: 'a,b'"),
-        (lambda: model.train_adapter_fusion("a"), StateError, "no fusion in it", "Fuse('a', 'b')"),
+        (
+            lambda: model.train_adapter_fusion("a"),
+            StateError,
+            "no fusion in the setup",
+            "Fuse('a', 'b')",
+        ),
         (lambda: model.train_adapter_fusion(both), StateError, "Parallel('a', 'b')", "Write Fuse"),
     ):
         with refused(model, error, *says):

@@ -255,7 +255,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_resumed(tmp_path):
     again.train(resume_from_checkpoint=True)
     # saved at different times: equal up to the order of sums
     same(expected, trained(again.model, TWO))
-    with pytest.raises(CheckpointError, match=r"no whole trainer_state\.json"):
+    with pytest.raises(CheckpointError, match=r"no complete trainer_state\.json"):
         again.train(resume_from_checkpoint={"a": str(tmp_path / "a" / "checkpoint-3")})
 
 
@@ -376,7 +376,7 @@ def test_what_would_be_wrong_is_refused_before_anything_changes(tmp_path):
         ),
         (
             ConfigError,
-            "trains .* already",
+            "already trains ",
             lambda: add("b", arguments(tmp_path / "b", 0), adapter_names=Stack("a", "b")),
         ),
         (CheckpointError, "no run has", lambda: many.train(resume_from_checkpoint=True)),

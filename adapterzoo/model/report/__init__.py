@@ -1,4 +1,4 @@
-"""What an adapter reaches in a model, what it costs, and what it changes."""
+"""Reports: which layers an adapter reaches, what it costs, and how much it changes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _WEIGHTS = ("linear", "embedding", "experts", "convolution", "layer")
 def report(
     model: AdaptedModel, name: str, inputs: Mapping[str, Any] | None = None
 ) -> AdapterReport:
-    """Return all there is to say of an adapter.
+    """Return the full report on an adapter: its coverage, the changes of weights, and its memory.
 
     Args:
         model: with adapters.
-        name: of an adapter or a fusion.
-        inputs: arguments of a call, to measure bytes on; None: random ones.
+        name: name of an adapter or a fusion.
+        inputs: arguments of the call on which bytes are measured; None: random ones.
     """
     found = coverage(model, name)
     if groups_of(model):
@@ -75,30 +75,30 @@ def _is_broken(module: nn.Module) -> bool:
 
 
 class _Part(NamedTuple):
-    """The adapter at one site; of the modules that layers share, without one."""
+    """The adapter's module at one site; `placement` is None for modules that its layers share."""
 
     placement: Placement | None
     module: nn.Module
 
 
 def coverage(model: AdaptedModel, name: str) -> AdapterReport:
-    """Return what an adapter reaches and how large it is, without the values of weights.
+    """Return which layers an adapter reaches and how large it is, without reading weights.
 
     Args:
         model: with adapters; it may be sharded.
-        name: of an adapter or a fusion.
+        name: name of an adapter or a fusion.
 
     Raises:
-        UnknownNameError: there is neither.
+        UnknownNameError: there is no such adapter or fusion.
     """
     reshard(model)
     parts = [*_parts(model, name)]
     is_fusion = name not in model._adapter_state.records
     config: Any = None if is_fusion else model._adapter_state.records[name].config
     own = _unique(part.module for part in parts)
-    # a loss without any label moves nothing
+    # a batch without labels gives no gradient at all
     knows = not _is_dead(cast("nn.Module", model).parameters())
-    # under a head of zeros an adapter gets zeros at first, which say nothing
+    # under a head initialized to zero, all gradients of an adapter are zero at first
     judges = knows and (not _is_dead(own) or all(p.grad is None for p in own))
     is_trainable = any(p.requires_grad for p in own)
     sites: dict[tuple[str, int, str], list[nn.Module]] = {}
@@ -125,7 +125,7 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
 
 
 def _parts(model: AdaptedModel, name: str) -> Iterator[_Part]:
-    """Yield the adapters at all sites, those of the parts of a fused layer one by one."""
+    """Yield the adapter's modules at all sites; the parts of a fused layer one by one."""
     state = model._adapter_state
     if name in state.fusions and name not in state.records:
         first = state.records[state.fusions[name].adapters[0]]
@@ -148,7 +148,7 @@ def _parts(model: AdaptedModel, name: str) -> Iterator[_Part]:
 
 
 def _shown(model: AdaptedModel, placement: Placement | None) -> tuple[str, int, str]:
-    """Return the path, the block and the kind of a site as the report has them."""
+    """Return the path, the block and the kind of a site, as the report shows them."""
     if placement is None:
         return "", -1, "shared"
     site = placement.site
@@ -156,13 +156,13 @@ def _shown(model: AdaptedModel, placement: Placement | None) -> tuple[str, int, 
 
 
 def _is_place(site: Site) -> bool:
-    """Return whether a site is a place in the stream or in attention, and not a layer."""
-    # a bottleneck at a norm has the role of the sub-layer
+    """Return whether a site is a place in the residual stream or in attention, not a layer."""
+    # a bottleneck placed at a norm has the role of the sub-layer
     return site.kind not in _WEIGHTS and not (site.kind == "norm" and site.role == "other")
 
 
 def _kind(model: AdaptedModel, site: Site, location: str = "") -> str:
-    """Return what a layer is in its block; for places in the stream, the location."""
+    """Return the kind of a layer in its block; for places in the stream, the location."""
     if _is_place(site):
         return location or site.role
     if site.role != "other":
@@ -176,9 +176,9 @@ def _kind(model: AdaptedModel, site: Site, location: str = "") -> str:
 
 
 def _blocks(model: AdaptedModel, placed: Iterable[Placement]) -> Iterator[BlockReport]:
-    """Yield the blocks with the kinds of their layers, and places of kinds that the adapter has.
+    """Yield the blocks with the kinds of their layers, and of the adapter's places in the stream.
 
-    A fused layer counts in parts where the adapter is at some of them.
+    The parts of a fused layer count separately if the adapter is at some of them.
     """
     anatomy, placed = model.anatomy, [*placed]
     adapted = [placement.site for placement in placed]
@@ -198,7 +198,7 @@ def _blocks(model: AdaptedModel, placed: Iterable[Placement]) -> Iterator[BlockR
         for site in there:
             kind = _kind(model, site)
             found[kind] = found.get(kind, 0) + 1
-        # norms and the like only where the adapter is at some
+        # norms and the like count only if the adapter is at some of that kind
         for site in (*anatomy.others, *anatomy.convolutions):
             if site.layer == block.layer and (kind := _kind(model, site)) in kinds:
                 found[kind] = found.get(kind, 0) + 1
@@ -213,13 +213,13 @@ def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _measured(modules: Iterable[nn.Module], knows: bool) -> tuple[int, bool | None]:
-    """Return how many parameters modules have, and whether none got a gradient; None: unknown."""
+    """Return the number of parameters, and whether none got a gradient; None: unknown."""
     own = _unique(modules)
     return sum(map(size_of, own)), _is_dead(own) if knows and own else None
 
 
 def _is_dead(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether no parameter has a gradient other than zero; NaN is other than zero."""
+    """Return whether no parameter has a nonzero gradient; NaN counts as nonzero."""
     for grad in (p.grad for p in parameters):
         if grad is not None:
             norm: Any = torch.linalg.vector_norm(grad.detach())
@@ -229,7 +229,7 @@ def _is_dead(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def _heads(model: AdaptedModel, name: str, owner: str, knows: bool) -> Iterator[HeadReport]:
-    """Yield the head of an adapter's name or its copy of a static head, and other active ones."""
+    """Yield the adapter's own head or copy of a static head, and the other active heads."""
     inside = {id(p) for p in model._backbone.parameters()}
     found = {name: copies.modules_with(model, owner)}
     setup = model._active.plan.setup

@@ -1,4 +1,4 @@
-"""A callback of transformers' `Trainer` that reports on the adapters that it trains."""
+"""A callback for transformers' `Trainer` that reports on the adapters in training."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from . import AdapterReport, coverage
 
 
 class ReportCallback(TrainerCallback):
-    """Prints three lines on each trained adapter, and warns of blocks and sites without effect.
+    """Prints three lines on each trained adapter, and warns about blocks and sites without effect.
 
-    `AdapterTrainer` has it; for another trainer, write `callbacks=[ReportCallback()]`. The first
-    process prints: how large the adapter is, where it is, and where it is not. It warns of blocks
-    that have none of the layers that the adapter reaches, and after the first backward pass of
-    sites that got no gradient.
+    `AdapterTrainer` includes it; for another trainer, write `callbacks=[ReportCallback()]`. The
+    first process prints how large the adapter is, where it is, and where it is not. It warns about
+    blocks that have none of the layers that the adapter reaches, and, after the first backward
+    pass, about sites that got no gradient.
     """
 
     def __init__(self) -> None:
-        """Nothing has been looked at yet."""
+        """Start with gradients still to check."""
         self._looks = True
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Print the lines.
+        """Print the three lines.
 
         Args:
-            args: of the training.
-            state: says whether this is the first process.
+            args: of the trainer.
+            state: tells whether this is the first process.
             control: not changed.
             model: with adapters.
             **kwargs: not used.
 
         Warns:
-            UserWarning: an adapter has no place in some blocks.
+            UserWarning: some blocks have none of the layers that an adapter reaches.
         """
         self._looks = True
         for report in _reports(model) if state.is_world_process_zero else ():
@@ -54,11 +54,11 @@ class ReportCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Look at the first gradients.
+        """Check the first gradients.
 
         Args:
-            args: of the training.
-            state: says whether this is the first process.
+            args: of the trainer.
+            state: tells whether this is the first process.
             control: not changed.
             model: with adapters.
             **kwargs: not used.
@@ -78,7 +78,7 @@ class ReportCallback(TrainerCallback):
 
 
 def _reports(model: nn.Module) -> list[AdapterReport]:
-    """Return the coverage of the active adapters and fusions that are trained."""
+    """Return the coverage of the active adapters and fusions that are trainable."""
     adapted = cast("AdaptedModel", unwrapped(model))
     setup = adapted._active.plan.setup
     names = [] if setup is None else [*setup.flatten(), *(f.name for f in fusions_of(setup))]

@@ -1,4 +1,4 @@
-"""What a call keeps for the backward pass, measured in bytes."""
+"""The bytes that a call keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _Saved:
 
 
 def saved_bytes(model: nn.Module, call: Callable[[], object]) -> int:
-    """Return the bytes that a call keeps for the backward pass, each storage once.
+    """Return the bytes that a call keeps for the backward pass, counting each storage once.
 
     Args:
-        model: whose parameters and buffers are there anyway, and do not count.
-        call: the forward pass; what it returns holds the graph.
+        model: the model; its parameters and buffers do not count.
+        call: the forward pass; its result keeps the graph alive.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -37,7 +37,7 @@ def saved_bytes(model: nn.Module, call: Callable[[], object]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         result = call()
-    # what the forward has dropped on its way is gone from the set
+    # the set no longer has tensors that the forward has released
     storages = {s.data_ptr(): s.nbytes() for s in (k.tensor.untyped_storage() for k in kept)}
     del result
     return sum(size for pointer, size in storages.items() if pointer not in own)
@@ -51,12 +51,12 @@ def bytes_per_token(
 ) -> tuple[float, str]:
     """Return the bytes that a step keeps for each token because of an adapter, and the unit.
 
-    What does not grow with the tokens, such as norms of weights, falls out: the same rows are
-    counted once and twice.
+    The same rows run once and twice, and the difference counts: bytes that do not grow with the
+    number of tokens, such as those of norms of weights, cancel.
 
     Args:
         model: with adapters.
-        setup: what acts.
+        setup: the active adapter or fusion.
         trained: its parameters.
         inputs: arguments of a call.
     """
@@ -84,16 +84,17 @@ def bytes_per_token(
 
 
 def _repeated(t: Tensor, times: int) -> Tensor:
-    """Return the rows of an input several times; those in floating point ask for gradients."""
+    """Return the rows of an input repeated; floating-point inputs require gradients."""
     rows = torch.cat([t.detach()] * times)
     return rows.requires_grad_() if rows.is_floating_point() else rows
 
 
 @contextmanager
 def _trained(model: AdaptedModel, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Train only these parameters in the block, in evaluation mode, with gradients of the inputs.
+    """Return a context that trains only these parameters, in evaluation mode.
 
-    A base model without an adapter passes gradients through too, from its embeddings on.
+    The outputs of the embeddings require gradients, so that a base model without an adapter passes
+    gradients through too.
     """
     module: Any = model
     before = {p: p.requires_grad for p in module.parameters()}
@@ -121,5 +122,5 @@ def _trained(model: AdaptedModel, parameters: Iterable[nn.Parameter]) -> Iterato
 
 
 def _asks_for_gradients(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    # a copy, since models may write into it
+    # a copy, since models may write into it in place
     return y if y.requires_grad else y.requires_grad_().clone()

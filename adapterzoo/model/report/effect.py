@@ -1,8 +1,8 @@
 """The relative change of weights, ‖ΔW‖ / ‖W‖.
 
-The Frobenius norms of the base model's weight W and of the change ΔW that merging would add, layer
-by layer, in float32 (float64 for float64), from the factors of the change where the method has
-them. Nothing in the model changes.
+The Frobenius norms of the base model's weight W and of the change ΔW that merging would add,
+computed layer by layer in float32 (float64 for float64), from the low-rank factors of ΔW if the
+method has them. Nothing in the model changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from adapterzoo.inject.layers import (
 )
 from adapterzoo.model.state import AdaptedModel, layer_in, modules_of
 
-# entries that are converted to float64 at a time
+# number of entries converted to float64 at a time
 _CHUNK = 2**22
 
 
 def site_path(site: Site) -> str:
-    """Return the path of a layer, with its parameter and the role of its part."""
+    """Return the path of a site's layer, with its parameter and the role of its part."""
     names = shown(site.path), site.parameter, site.role if site.output_slice else None
     return ".".join(name for name in names if name)
 
@@ -55,10 +55,10 @@ def norms(model: AdaptedModel, name: str) -> Iterator[tuple[str, tuple[float, fl
     state = model._adapter_state
     for path, module in modules_of(model, name):
         layer, originals = layer_in(model, path), state.originals.get(path, {})
-        # the values before merging are lost
+        # skip where the values before merging are lost
         if not path or (name in state.merged and not originals):
             continue
-        # the adapter does more than change a weight, or the weight has no values to read
+        # skip if the adapter does more than change a weight, or the weight cannot be read
         with suppress(StateError), at_hand(layer):
             for placement in state.records[name].places[path]:
                 yield site_path(placement.site), _norms_at(layer, module, originals, placement.site)
@@ -73,7 +73,7 @@ def _norms_at(
         StateError: the adapter is not a change of a weight.
     """
     if isinstance(adapter, CopyAdapter):
-        # all that the copy has
+        # all parameters of the copied layer
         names = [n for n, p in layer._parameters.items() if p is not None]
         pairs = [_norms_of(layer, adapter, originals, name, None) for name in names]
         changes, weights = zip(*pairs, strict=True)
@@ -115,10 +115,10 @@ def _norms_of(
 
 
 def _stored(layer: nn.Module, originals: Mapping[str, Tensor], parameter: str) -> Tensor:
-    """Return a parameter of the base model, as the layer stores it, in floating point.
+    """Return a parameter of the base model in floating point, in the layer's own layout.
 
     Raises:
-        StateError: the layer has no such values.
+        StateError: the parameter cannot be read.
     """
     value = originals.get(parameter, layer._parameters.get(parameter))
     if value is not None and (packing := packing_of(value)) is not None:
@@ -133,7 +133,7 @@ def _part(layer: nn.Module, parameter: str, t: Tensor, features: OutputSlice | N
 
 
 def _norm(t: Tensor) -> float:
-    """Return the Frobenius norm in float64, of a few rows at a time."""
+    """Return the Frobenius norm in float64, converting some rows at a time."""
     rows = max(1, _CHUNK * len(t) // max(t.numel(), 1))
     wide = (part.to(widest(part.device)) for part in t.split(rows))
     return math.hypot(*(float(torch.linalg.vector_norm(part)) for part in wide))

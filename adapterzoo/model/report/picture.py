@@ -1,7 +1,6 @@
 """The heat map of a report: blocks × kinds of layers, ‖ΔW‖ / ‖W‖ as a shade.
 
-It is readable without colors: shades get darker with the change, and what is wrong is written or
-hatched.
+It is readable without colors: larger changes have darker shades, and faults are labeled or hatched.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .sites import DEAD, LEFT_OUT, Cell, number
 # inches
 _COLUMN, _ROW, _LOW_ROW, _LINE, _LETTER = 1.0, 0.3, 0.12, 0.18, 0.078
 _SCALE, _BAR = 1.2, 3.0
-# with more rows, the cells have no text
+# with more rows than this, the cells have no text
 _MOST = 64
-# orders of magnitude of the shades, so that one change near zero does not take all of them
+# orders of magnitude that the shades cover, so that one change near zero does not use them all up
 _DECADES = 2.5
 _WIDEST = 14
 _LIGHT, _DARK, _INK, _FAULT = "#ffffff", "#d9d9d9", "#1a1a1a", "#a31515"
@@ -31,11 +30,11 @@ def draw(report: Any, path: str | os.PathLike[str] | None) -> Any:
     """Return the figure; see `AdapterReport.plot`.
 
     Args:
-        report: to draw.
-        path: where to write it too, or None.
+        report: the report to draw.
+        path: the file to write, or None.
 
     Raises:
-        ConfigError: the path has no ending of a picture.
+        ConfigError: the path has no image suffix.
         StateError: matplotlib is not installed.
     """
     try:
@@ -43,7 +42,7 @@ def draw(report: Any, path: str | os.PathLike[str] | None) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise StateError("a heat map needs matplotlib. Write pip install matplotlib.") from error
-    # the same file each time, with text that can be searched
+    # the same bytes each time, with text that can be searched
     rules: Any = {"svg.hashsalt": "adapterzoo", "svg.fonttype": "none", "hatch.linewidth": 0.6}
     with mpl.rc_context({**rules, "font.size": 9}):
         figure = _figure(report, Figure, mpl)
@@ -56,7 +55,7 @@ def _write(figure: Any, path: str | os.PathLike[str]) -> None:
     ending = Path(path).suffix.lower()
     known = figure.canvas.get_supported_filetypes()
     if ending[1:] not in known:
-        raise ConfigError(f"{os.fspath(path)!r} has no ending of a picture. Write 'report.svg'.")
+        raise ConfigError(f"{os.fspath(path)!r} has no image suffix. Write 'report.svg'.")
     dated = {"metadata": {"Date": None}} if ending == ".svg" else {}
     figure.savefig(path, dpi=150, **dated)
 
@@ -125,17 +124,17 @@ def _figure(report: Any, make: Any, mpl: Any) -> Any:
 
 
 class _Shades:
-    """From a change to a shade, on a logarithmic scale.
+    """The mapping from relative changes to shades, on a logarithmic scale.
 
     Attributes:
-        map: of matplotlib, from light to dark in print too.
-        norm: from changes to 0 … 1; None if no change is known.
+        map: the color map, from light to dark in print too.
+        norm: maps changes to 0 … 1; None if no change is known.
     """
 
     def __init__(self, report: Any, mpl: Any) -> None:
         found = [cell.relative for _, _, cell in report.cells()]
         values = [v for v in found if v and math.isfinite(v)]
-        # beyond a change as large as the weight, shades say nothing
+        # changes larger than the weight all have the darkest shade
         top = min(max(values, default=0.0), 1.0)
         self.map = mpl.colormaps["viridis_r"]
         self.norm = None
@@ -171,7 +170,6 @@ def _draw_cell(
         at, 1, 1, facecolor=color, edgecolor=edge, hatch=hatch, linewidth=2.0 if is_wrong else 0.8,
         zorder=3 if is_wrong else 2,
     )  # fmt: skip
-    # of a hatching, which takes the color of the edge
     axes.add_patch(box)
     if not has_room:
         return
@@ -205,7 +203,7 @@ def _label(report: Any, number_: int) -> str:
 
 
 def _title(kind: str) -> str:
-    """Return the title of a column, in lines that fit it."""
+    """Return the title of a column, broken into lines that fit."""
     lines = kind.replace(".", ".\n").replace(" ", "\n").split("\n")
     broken = (textwrap.wrap(line.replace("_", "_ "), _WIDEST) for line in lines)
     return "\n".join(part.replace("_ ", "_") for parts in broken for part in parts)

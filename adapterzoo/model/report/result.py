@@ -1,4 +1,4 @@
-"""What a report says about an adapter, and the text and rows that show it."""
+"""The report on an adapter: its data, its text and its table."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .picture import draw
 from .sites import LEFT_OUT, BlockReport, Cell, HeadReport, SiteReport, number
 
 _SHARED = "shared by its layers"
-# a change as large as the weight itself is hardly one that was meant
+# a change larger than the weight itself is hardly intended
 _HUGE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What an adapter reaches, what it costs, and what it changes; `str` gives a table.
+    """Which layers an adapter reaches, what it costs, and how much it changes; `str` is a table.
 
     Attributes:
-        adapter: its name.
-        method: of the adapter; of a fusion, "fusion".
-        sites: the places of the adapter, in model order.
+        adapter: the name of the adapter or fusion.
+        method: the method of the adapter; "fusion" for a fusion.
+        sites: the sites of the adapter, in model order.
         blocks: all blocks of the model, in model order.
-        heads: that are used with the adapter.
-        places: the kinds that are places in the stream or in attention, and not layers.
-        parameters: of the adapter, each counted once, without heads.
-        base_parameters: of the base model.
+        heads: the heads that are used with the adapter.
+        places: the kinds of sites that are places in the stream or in attention, not layers.
+        parameters: the number of the adapter's parameters, without heads.
+        base_parameters: the number of the base model's parameters.
         is_trainable: whether any parameter of the adapter is trainable.
-        bytes_per_token: bytes that a training step keeps for the backward pass because of the
-            adapter, for each token of the input, in evaluation mode and so without dropout; beyond
-            those of a frozen base model that passes gradients through. None: not measured.
-        unit: "row", or what the tokens are, such as "token of rows of 16".
-        note: why a value is missing; empty if none is.
-        hint: what to write for an adapter in all blocks; empty if its config cannot say so.
+        bytes_per_token: the bytes that a training step keeps for the backward pass because of the
+            adapter, for each token of the input: those in addition to a frozen base model that
+            passes gradients through, in evaluation mode and so without dropout. None: not measured.
+        unit: "row", or a description of the tokens, such as "token of rows of 16".
+        note: the reason why a value is missing; empty if none is.
+        hint: what to write for an adapter in all blocks; empty if its config has no field for it.
     """
 
     adapter: str
@@ -63,7 +63,7 @@ class AdapterReport:
 
     @property
     def left_out(self) -> dict[str, tuple[int, ...]]:
-        """The kinds that the adapter reaches, with the blocks that have more layers of it."""
+        """The kinds that the adapter reaches, with the blocks where it leaves out some of them."""
         found = {
             kind: tuple(n for n in range(len(self.blocks)) if self._lacks(n, kind))
             for kind in self.kinds
@@ -72,16 +72,16 @@ class AdapterReport:
 
     @property
     def blocks_left_out(self) -> tuple[int, ...]:
-        """The numbers of the blocks without any adapter; none if it reaches no block at all."""
+        """The numbers of the blocks without the adapter; empty if it reaches no block at all."""
         reached = {site.block for site in self.sites}
         found = tuple(n for n in range(len(self.blocks)) if n not in reached)
         return found if self.kinds else ()
 
     @property
     def blocks_of_other_kinds(self) -> tuple[int, ...]:
-        """The blocks without any adapter that have none of the kinds of layers it reaches.
+        """The blocks without the adapter that have none of the kinds of layers that it reaches.
 
-        A state-space block has no query: nobody chose to leave it out.
+        An example is a state-space block, which has no query: it was not left out by choice.
         """
         return tuple(
             n for n in self.blocks_left_out if self.blocks[n].kinds.keys().isdisjoint(self.kinds)
@@ -93,9 +93,9 @@ class AdapterReport:
         return tuple(site.path or _SHARED for site in self.sites if site.is_dead)
 
     def cells(self) -> Iterator[tuple[int, str, Cell]]:
-        """Yield each block and kind that it has with what the adapter does there.
+        """Yield the number of each block, each kind of layer in it, and the cell of the two.
 
-        Kinds that the adapter reaches nowhere have an empty cell too.
+        Kinds that the adapter reaches nowhere have an empty cell.
         """
         at: dict[tuple[int, str], list[SiteReport]] = {}
         for site in self.sites:
@@ -148,7 +148,7 @@ class AdapterReport:
         )
 
     def _reached(self, kind: str) -> str:
-        """Return in how many of the blocks that have a kind the adapter is."""
+        """Return how many of the blocks with a kind of layer the adapter reaches, "2 of 4"."""
         own = {site.block for site in self.sites if site.kind == kind}
         there = own | {n for n, block in enumerate(self.blocks) if kind in block.kinds}
         return f"{len(own)} of {len(there)}"
@@ -172,18 +172,18 @@ class AdapterReport:
         return tuple(filter(None, found))
 
     def unreached(self) -> str:
-        """Return what to say of the blocks that nobody chose to leave out; empty without any."""
+        """Return the fault of `blocks_of_other_kinds`; empty without any."""
         if not (blocks := self.blocks_of_other_kinds):
             return ""
         hint = f". {self.hint}" if self.hint else ""
         return f"no adapter in {in_words(blocks)}, which have no {' or '.join(self.kinds)}{hint}"
 
     def without_gradient(self) -> str:
-        """Return what to say of the sites that got no gradient; empty without any."""
+        """Return the fault of sites that got no gradient; empty without any."""
         return f"no gradient at {some(self.dead)}" if self.dead else ""
 
     def __str__(self) -> str:
-        """Return the three lines, what looks wrong, and ‖ΔW‖ / ‖W‖ for each block and kind."""
+        """Return the summary, the faults, and ‖ΔW‖ / ‖W‖ for each block and kind of layer."""
         lines = [*self.summary]
         if self.bytes_per_token is not None:
             kept = f"{self.bytes_per_token:,.0f} bytes"
@@ -224,7 +224,7 @@ class AdapterReport:
     def shown_kinds(self) -> tuple[str, ...]:
         """Return the columns of the table: kinds of layers, and places in the stream.
 
-        Layers are left out where the adapter acts on the stream alone.
+        If the adapter acts only on the stream, kinds of layers are left out.
         """
         found = dict.fromkeys(kind for _, kind, _ in self.cells())
         if set(self.kinds) <= set(self.places):
@@ -232,7 +232,7 @@ class AdapterReport:
         return tuple(sorted(found, key=lambda kind: (kind in self.places, _order(kind))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; numbers that are not finite as text."""
+        """Return all values as JSON types; numbers that are not finite are strings."""
         return {
             "adapter": self.adapter, "method": self.method, "parameters": self.parameters,
             "base_parameters": self.base_parameters, "trainable": self.is_trainable,
@@ -257,28 +257,28 @@ class AdapterReport:
         }  # fmt: skip
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Return a heat map of ‖ΔW‖ / ‖W‖, blocks × kinds of layers, as a figure of matplotlib.
+        """Return a heat map of ‖ΔW‖ / ‖W‖, blocks × kinds of layers, as a matplotlib figure.
 
-        Layers that are left out are hatched, and dead ones say so.
+        Layers that are left out are hatched, and dead ones are labeled.
 
         Args:
-            path: where to write it too; its ending chooses the format, such as ".svg".
+            path: the file to write; its ending chooses the format, such as ".svg".
 
         Raises:
-            ConfigError: the path has no ending of a picture.
+            ConfigError: the path has no image suffix.
             StateError: matplotlib is not installed.
         """
         return draw(self, path)
 
 
 def some(paths: Sequence[str], limit: int = 3) -> str:
-    """Return a few paths, and how many more there are."""
+    """Return the first paths, and how many more there are."""
     rest = len(paths) - limit
     return ", ".join(paths[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def in_words(blocks: Sequence[int]) -> str:
-    """Return the numbers of blocks with runs joined, such as "blocks 0–3, 7"."""
+    """Return the numbers of blocks, with consecutive ones joined, such as "blocks 0–3, 7"."""
     runs: list[list[int]] = []
     for n in blocks:
         if runs and n == runs[-1][-1] + 1:
@@ -293,7 +293,7 @@ def _json(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else number(value)
 
 
-# attention and what stands in its place, then the feed-forward part, then the stream
+# the order of columns: attention or what replaces it, the feed-forward part, then the stream
 _FIRST = ("query", "key", "value", "qkv", "attention_out")
 _LAST = ("mlp_gate", "mlp_in", "mlp_out")
 

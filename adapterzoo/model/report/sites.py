@@ -1,4 +1,4 @@
-"""What a report has of each site, block and head."""
+"""The parts of a report: sites, blocks, heads, and the cells of its table."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ DEAD = "dead"
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """What an adapter has at one layer, or at one part of a fused layer.
+    """An adapter at one layer, or at one part of a fused layer.
 
     Attributes:
-        path: of the layer, with its parameter and the role of its part; empty for the modules that
-            the layers share.
-        block: number of the block; −1 outside blocks.
-        kind: what the layer is in its block, such as "query" or "mamba.in_proj"; for methods that
-            act on the stream, the location, such as "output_adapter".
-        parameters: how many it has.
-        is_dead: whether none of its parameters got a gradient other than zero; None before a
-            backward pass, without parameters, and where the whole adapter got zeros, as under a
-            head that is zero.
+        path: the path of the layer, with its parameter and the role of its part; empty for modules
+            that the layers share.
+        block: the number of the block; −1 outside blocks.
+        kind: the kind of the layer in its block, such as "query" or "mamba.in_proj"; for methods
+            that act on the stream, the location, such as "output_adapter".
+        parameters: the number of the adapter's parameters here.
+        is_dead: whether none of these parameters got a nonzero gradient; None before a backward
+            pass, without parameters, and if all gradients of the adapter are zero, as under a head
+            that is zero.
         change: ‖ΔW‖, the Frobenius norm of the change of the weight; None if the method does not
-            change weights, or the values are not at hand.
-        weight: ‖W‖ of the base model's weight; None as above.
-        is_finite: whether no value of its parameters is NaN or infinite; True if not looked at.
+            change weights, or they cannot be read.
+        weight: ‖W‖ of the base model's weight; None as for `change`.
+        is_finite: whether all values of the parameters are finite; True if not checked.
     """
 
     path: str
@@ -41,7 +41,7 @@ class SiteReport:
 
     @property
     def relative(self) -> float | None:
-        """‖ΔW‖ / ‖W‖; infinite where zeros are changed."""
+        """‖ΔW‖ / ‖W‖; infinite if W is zero and changed."""
         return _relative([self])
 
 
@@ -50,10 +50,10 @@ class BlockReport:
     """A block of the model.
 
     Attributes:
-        path: of the block.
-        stack: path of the container of blocks.
-        kinds: of its layers with a weight matrix, and of the places of the adapter that it has,
-            with the number of each.
+        path: the path of the block.
+        stack: the path of the container of blocks.
+        kinds: the kinds of its layers with a weight matrix, and of the adapter's places in it, with
+            the number of each.
     """
 
     path: str
@@ -66,10 +66,10 @@ class HeadReport:
     """A head that is used with the adapter.
 
     Attributes:
-        name: of the head, or the class of the layer where it has none.
-        parameters: how many it has beyond the base model's.
+        name: the name of the head, or the class of its layer if it has no name.
+        parameters: the number of its parameters, without those of the base model.
         is_trained: whether any of them is trainable.
-        is_dead: whether none of them got a gradient other than zero; None before a backward pass.
+        is_dead: whether none of them got a nonzero gradient; None before a backward pass.
     """
 
     name: str
@@ -80,11 +80,11 @@ class HeadReport:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What an adapter does at the layers of one kind in one block.
+    """The layers of one kind in one block, with the adapter at them.
 
     Attributes:
-        sites: that have an adapter.
-        there: how many layers of the kind the block has.
+        sites: the layers that have the adapter.
+        there: the number of layers of the kind in the block.
     """
 
     sites: tuple[SiteReport, ...]
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def relative(self) -> float | None:
-        """‖ΔW‖ / ‖W‖ of all these layers together; None if it is not known of all."""
+        """‖ΔW‖ / ‖W‖ of all these layers together; None if it is unknown for one of them."""
         return _relative(self.sites)
 
     @property
@@ -101,7 +101,7 @@ class Cell:
         return any(site.is_dead for site in self.sites)
 
     def __str__(self) -> str:
-        """Return the change, or a word; "adapted" for methods that do not change weights."""
+        """Return the relative change, or a word such as "adapted" if no weight changes."""
         if not self.sites:
             return LEFT_OUT
         relative = self.relative
@@ -116,7 +116,7 @@ class Cell:
 
 
 def number(value: float) -> str:
-    """Return a ratio with two digits, short enough for a cell."""
+    """Return a ratio with two significant digits, short enough for a cell."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞"
     if value >= 10.0:
