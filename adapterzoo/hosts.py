@@ -132,9 +132,6 @@ def _above(name: str) -> Any:
 
 # --- transformers ---
 
-# the adapters' files in a checkpoint without the base model
-_ADAPTERS = "*/adapter.safetensors"
-
 
 def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
     """Let `Trainer` accept quantized models, and find the labels of named heads.
@@ -229,7 +226,7 @@ def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
 
 def _is_frozen(model: Any) -> bool:
     """Return whether a model with adapters has a frozen base, which no checkpoint needs."""
-    return model is not None and bool(_above("trainer").has_frozen_matrix(model))
+    return model is not None and bool(_above("model.training_checkpoints").has_frozen_matrix(model))
 
 
 def _saves_alone(model: Any) -> bool:
@@ -279,7 +276,7 @@ def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
             return
         if self.args.should_save or _above("model.sharding").groups_of(own):
             # all processes gather the shards, and the first one writes
-            _above("trainer").save_trained(own, folder)
+            _above("model.training_checkpoints").save_trained(own, folder)
         # `Trainer` still saves the tokenizer and the arguments
         vars(own)["save_pretrained"] = lambda *_, **__: None
         try:
@@ -314,7 +311,7 @@ def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
     def patched(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         if (reference := _reference(self)) is not None:
             reference.load(Path(resume_from_checkpoint))
-        if not _restored(self, resume_from_checkpoint):
+        if not _restored(self.model, resume_from_checkpoint):
             load(self, resume_from_checkpoint, model)
 
     return patched
@@ -340,19 +337,19 @@ def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., 
 
     @functools.wraps(load)
     def patched(self: Any) -> None:
-        if not _restored(self, self.state.best_model_checkpoint):
+        if not _restored(self.model, self.state.best_model_checkpoint):
             load(self)
 
     return patched
 
 
-def _restored(trainer: Any, folder: str) -> bool:
-    """Fill a trainer's model from a checkpoint without the base model; return whether it is one."""
-    own = _adapted(trainer.model)
-    if own is None or not any(Path(folder).glob(_ADAPTERS)):
+def _restored(model: object, folder: str) -> bool:
+    """Fill a model from a checkpoint without the base model; return whether it is one."""
+    own, checkpoints = _adapted(model), _above("model.training_checkpoints")
+    if own is None or not any(Path(folder).glob(checkpoints.ADAPTERS)):
         return False
     with naming(f"checkpoint {folder!r}"):
-        _above("trainer").restore_trained(own, Path(folder))
+        checkpoints.restore_trained(own, Path(folder))
     return True
 
 
@@ -427,6 +424,9 @@ def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..
     It loads with `strict=True`. Without it, DeepSpeed ignores an adapter that the checkpoint lacks,
     so the adapters are compared with, and filled from, their own files first. Tested with DeepSpeed
     0.19.8 and transformers 5.24.
+
+    Raises:
+        CheckpointError: when it resumes from a checkpoint of another engine.
     """
 
     @functools.wraps(load)
@@ -440,10 +440,7 @@ def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..
                 f"{folder!r} was not saved under DeepSpeed, which cannot read its optimizer. "
                 "Write deepspeed=None, or load_adapter(…) and train without resuming."
             )
-        if any(Path(folder).glob(_ADAPTERS)):
-            _above("trainer").state_of(Path(folder))
-            with naming(f"checkpoint {folder!r}"):
-                _above("trainer").restore_trained(own, Path(folder))
+        _restored(own, folder)
         load(engine, folder, load_module_strict=False)
 
     return patched

@@ -31,7 +31,6 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.composition.rows import has_rows
 from adapterzoo.errors import (
@@ -45,11 +44,11 @@ from adapterzoo.errors import (
 from adapterzoo.model import batches
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads.named import saved_names
-from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import is_sharded
 from adapterzoo.model.state import stacks_of
+from adapterzoo.model.training_checkpoints import Part, state_of, whole_checkpoints
 from adapterzoo.runtime import Plan
-from adapterzoo.trainer import AdapterTrainer, Part, state_of, whole_checkpoints
+from adapterzoo.trainer import AdapterTrainer, with_adapters
 
 from .coroutines import Coroutine, ProcessState
 from .mixing import Joined, divide, join, kind_of
@@ -273,15 +272,9 @@ class MultiAdapterTrainer:
             ConfigError: `at_once` is not a positive number.
             StateError: the model has no adapters.
         """
-        adapted = unwrapped(model)
-        if not isinstance(adapted, AdapterModelMixin):
-            raise StateError(
-                f"MultiAdapterTrainer({type(adapted).__name__}): the model has no adapters. Write "
-                "AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model)."
-            )
         if at_once is not None and at_once < 1:
             raise ConfigError(f"at_once={at_once}: at least one run trains. Write at_once=1.")
-        self.model: Any = adapted
+        self.model: Any = with_adapters("MultiAdapterTrainer", model)
         self.at_once = at_once
         self.runs: dict[str, AdapterRun] = {}
         self._here = threading.local()

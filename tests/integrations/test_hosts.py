@@ -43,8 +43,8 @@ import adapterzoo.hosts
 import adapterzoo.peft as library
 from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import CheckpointError
+from adapterzoo.model.training_checkpoints import save_trained
 from adapterzoo.peft_arguments import PEFT_VERSION
-from adapterzoo.trainer import save_trained
 
 QUIET: dict[str, Any] = {
     "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
