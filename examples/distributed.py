@@ -40,6 +40,13 @@ NAME = "reviews"
 def main() -> None:
     """Trains, compares the processes and saves."""
     options = parse()
+    # the same fresh adapter in all processes; with stage 3 of ZeRO, models that are made after
+    # `TrainingArguments` cannot get adapters
+    set_seed(options.seed)
+    model, train_rows, collate = tiny(options) if options.tiny else real(options)
+    model.add_adapter(NAME, config=options.method)
+    model.add_classification_head(NAME, num_labels=2)
+    model.train_adapter(NAME)
     on_cpu = options.cpu or not torch.cuda.is_available()
     args = TrainingArguments(
         output_dir=str(options.output / "trainer"),
@@ -55,12 +62,6 @@ def main() -> None:
         disable_tqdm=True,
         report_to="none",
     )
-    # the same fresh adapter in all processes
-    set_seed(options.seed)
-    model, train_rows, collate = tiny(options) if options.tiny else real(options)
-    model.add_adapter(NAME, config=options.method)
-    model.add_classification_head(NAME, num_labels=2)
-    model.train_adapter(NAME)
     trainer = AdapterTrainer(model, args, data_collator=collate, train_dataset=train_rows)
     result = trainer.train()
     if dist.is_initialized():

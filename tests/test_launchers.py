@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +22,38 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    "PYTHONPATH": os.pathsep.join(
+        map(str, (ROOT, ROOT / "tests", ROOT / "examples", os.environ.get("PYTHONPATH", "")))
+    ),
 }
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# --cpu would start one process: what it starts more of is --multi_gpu, also where there is no GPU
 ACCELERATE = [
-    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    *("accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no"),
+]
+# --cpu would start one process: what it starts more of is --multi_gpu, also where there is no GPU
+SEVERAL = ["--multi_gpu", "--main_process_port", "0"]
+FSDP2 = [
+    *("--use_fsdp", "--fsdp_version", "2", "--main_process_port", "0"),
+    *("--fsdp_transformer_layer_cls_to_wrap", "BertLayer"),
 ]
 TINY = ["--tiny", "--cpu", "--steps", "4", "--rows", "64"]
+EXAMPLE = str(ROOT / "examples" / "distributed.py")
+SHARDED = str(ROOT / "tests" / "launched_example.py")
+
+
+def zero(stage: int) -> Any:
+    """A launch under DeepSpeed, which takes no port 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ["--use_deepspeed", "--zero_stage", str(stage), "--main_process_port", port]
+    missing = importlib.util.find_spec("deepspeed") is None
+    return pytest.param(
+        [*ACCELERATE, *words, SHARDED, f"ZeRO-{stage}"],
+        marks=pytest.mark.skipif(missing, reason="deepspeed is not installed"),
+        id=f"accelerate ZeRO-{stage}",
+    )
 
 
 def same_tensors(folder, other):
@@ -42,15 +67,32 @@ def same_tensors(folder, other):
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(ACCELERATE, id="accelerate"),
+        pytest.param([*TORCHRUN, EXAMPLE], id="torchrun"),
+        pytest.param([*ACCELERATE, *SEVERAL, EXAMPLE], id="accelerate"),
     ],
 )
 def test_the_example_trains_in_two_processes_as_in_one(launcher, tmp_path, monkeypatch, capsys):
+    check_example(launcher, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.sweep(whole=True)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([*ACCELERATE, *FSDP2, SHARDED, "FSDP2"], id="accelerate FSDP2"),
+        zero(2),
+        zero(3),
+    ],
+)
+def test_the_example_trains_under_engines_as_in_one(launcher, tmp_path, monkeypatch, capsys):
+    check_example(launcher, tmp_path, monkeypatch, capsys)
+
+
+def check_example(launcher, tmp_path, monkeypatch, capsys):
     """By the loss: AdamW makes large differences of small ones, see `trainer_rank`."""
     run = subprocess.run(
         [
-            *(sys.executable, "-m", *launcher, ROOT / "examples" / "distributed.py", *TINY),
+            *(sys.executable, "-m", *launcher, *TINY),
             *("--batch-size", "4", "--output", tmp_path / "two"),
         ],
         env=ENVIRONMENT,

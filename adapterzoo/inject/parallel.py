@@ -129,7 +129,8 @@ def check_split(layer: nn.Module, site: Site, config: object, adapter: Adapter) 
         if site.heads % split.size:
             raise ConfigError(
                 f"{at}: {split.size} processes cannot share {site.heads} heads of keys and values "
-                f"equally. Start {site.heads} processes or fewer, or write LoRAConfig()."
+                f"equally. Start a number of processes that divides {site.heads}, or write "
+                "LoRAConfig()."
             )
         return
     features = site.output_slice

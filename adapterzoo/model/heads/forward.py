@@ -363,9 +363,10 @@ def _take_labels(
     given = [n for n in given if n in labels or not used]
     legal = [n for h in used.values() for n in h.config.label_names]
     if given and not any(n in legal for n in given):
+        hint = "model.active_head = '…'" if model.heads else "model.add_classification_head('…')"
         raise StateError(
             f"forward({', '.join(f'{n}=…' for n in given)}): no active head takes these. Write "
-            f"model.active_head = '…'; heads: {listing(model.heads)}, active: {listing(used)}."
+            f"{hint}; heads: {listing(model.heads)}, active: {listing(used)}."
         )
     return taken
 
