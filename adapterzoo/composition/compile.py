@@ -689,6 +689,8 @@ def inverse_of(
             f"{step!r} has no inverse, which a language modeling head needs. Activate a Stack of "
             f"invertible adapters, or add a fusion with AdapterFusionConfig(entry='first')."
         )
+    if isinstance(rows, PackedRows):
+        rows = rows.at_outputs()
     packed = is_packed(y, rows)
     y = y.transpose(0, 1) if packed else y
     layout = rows.layout(y.shape[0])

@@ -37,7 +37,7 @@ from adapterzoo.caches import values_kept
 from adapterzoo.call import NEVER, Generation, PackedPrompts
 from adapterzoo.composition import Child, Node, Split, fusions_of
 from adapterzoo.composition.rows import PackedRows
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
 from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing, naming
 from adapterzoo.formats.fit import digest, fingerprint
 from adapterzoo.inject.adapted import Adapted, acting, below_wrappers
@@ -168,6 +168,10 @@ def _parts_of(model: AdaptedModel, name: str) -> list[Adapter]:
     ]
 
 
+# adapters that add tokens, keys or positions to a sequence
+_OF_SEQUENCES = AttentionAdapter, PositionAdapter, PromptAdapter
+
+
 def _refuse_not_by_token(plan: Plan, parts: Iterable[Adapter]) -> None:
     """Refuse what does not act on each token by itself.
 
@@ -182,10 +186,10 @@ def _refuse_not_by_token(plan: Plan, parts: Iterable[Adapter]) -> None:
             "Write generate_batch(…, adapter_names=[…]) with an adapter for each request."
         )
     reads = any(part.reads_prompt for part in parts)
-    if plan.prompts is not None or reads:
+    if reads or any(isinstance(part, _OF_SEQUENCES) for part in parts):
         raise StateError(
             f"continuous batching packs requests into one sequence: {setup!r}, which "
-            f"{'reads the prompt of' if reads else 'adds tokens to'} each, would be wrong. Write "
+            f"{'reads the prompt of' if reads else 'adds to'} each, would be wrong. Write "
             "generate(…)."
         )
 
