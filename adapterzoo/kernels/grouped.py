@@ -176,7 +176,7 @@ class Groups:
 
     @property
     def index(self) -> tuple[int, ...]:
-        """The adapter of each row; -1: none."""
+        """The adapter of each row, −1 for none."""
         return tuple(chain.from_iterable(repeat(i, count) for i, count in self.runs))
 
     @property

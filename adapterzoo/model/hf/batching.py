@@ -504,7 +504,10 @@ def prompts_of(
         new_tokens: the most tokens that each request generates; None: as many as it can.
 
     Raises:
-        AdapterZooError: a request would be refused; none has been added.
+        CompositionError: adapters cannot act in one step.
+        ConfigError: there are not as many names as prompts, or the model cannot read a prompt.
+        StateError: an adapter does not act on each token by itself.
+        UnknownNameError: an adapter is unknown.
     """
     if adapter_names is None:
         variants = [variant_of(model)] * len(inputs)
@@ -566,6 +569,25 @@ def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Va
     return tokens
 
 
+def refuse_too_long(tokens: int, new_tokens: int | None, longest: int) -> None:
+    """Refuse a request that a cache can never hold, for which all others would fail.
+
+    Args:
+        tokens: of its prompt.
+        new_tokens: the most that it generates; None: as many as it can.
+        longest: the most tokens that the cache holds for one request.
+
+    Raises:
+        ConfigError: it is too long.
+    """
+    new = 1 if new_tokens is None else new_tokens
+    if tokens + new > longest:
+        raise ConfigError(
+            f"the prompt has {tokens} tokens, up to {new} follow, and the cache holds {longest}. "
+            "Write a larger num_blocks, or a smaller max_new_tokens."
+        )
+
+
 def positions_of(model: AdaptedModel) -> int | None:
     """Return how many positions a sequence can have; None if that is not limited."""
     found = getattr(config_of(model).get_text_config(), "max_position_embeddings", None)
@@ -603,6 +625,11 @@ if is_tested():
         """
 
         requests: Batch
+
+        @property
+        def longest(self) -> int | None:
+            """The most tokens of a request that the cache can hold; None before there is one."""
+            return getattr(self.batch_processor, "longest", None)
 
         def add_request(
             self,
@@ -679,6 +706,8 @@ if is_tested():
             else:
                 variant = variant_of(model, adapter_name)
             tokens = checked(model, input_ids, new_tokens, variant)
+            if self.longest is not None:
+                refuse_too_long(len(tokens), new_tokens, self.longest)
             if self.distributed_helper.tp_size > 1 and variant.key != self.requests.own.key:
                 raise StateError(
                     "the other processes of tensor parallelism do not know the adapter of a "
@@ -763,15 +792,10 @@ if is_tested():
                 ConfigError: the cache can never hold it, for which all requests would fail.
             """
             self.requests.start(state.request_id)
-            room = self.longest - len(state.initial_tokens)
-            if state.max_new_tokens is None and room > 0:
-                state.max_new_tokens = state._new_tokens_limit = room
-            if room < (state.max_new_tokens or 1):
-                raise ConfigError(
-                    f"the prompt has {len(state.initial_tokens)} tokens, up to "
-                    f"{state.max_new_tokens or 1} follow, and the cache holds {self.longest}. "
-                    "Write a larger num_blocks, or a smaller max_new_tokens."
-                )
+            size = len(state.initial_tokens)
+            refuse_too_long(size, state.max_new_tokens, self.longest)
+            if state.max_new_tokens is None:
+                state.max_new_tokens = state._new_tokens_limit = self.longest - size
             add(state)
 
         def _handle_request_error(self, error: Exception, state: Any) -> None:
