@@ -15,6 +15,7 @@ from families import tiny_config
 from snapshots import stir
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+import batching
 from adapterzoo import AdapterSetup, AutoAdapterModel, Average, BatchSplit, Split, Stack, init
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.config import config_strings
@@ -156,6 +157,19 @@ def test_each_request_has_its_adapter(family):
     # and each adapter makes a difference
     other = [None if name == "a" else "a" for name in names]
     assert all(a != b for a, b in zip(found, alone(model, given, other), strict=True))
+
+
+@pytest.mark.parametrize("family", batching.FAMILIES)
+@pytest.mark.parametrize(
+    ("count", "adapters"), [(24, 6), pytest.param(200, 32, marks=pytest.mark.sweep(whole=True))]
+)
+def test_many_adapters_in_one_batch(family, count, adapters):
+    found = batching.run(family, count, adapters, tokens=4)
+    assert found.equal == count
+    assert found.across == 0
+    assert found.hits > 0
+    # timed by `make batching`
+    assert found.ratio > 0
 
 
 OPTIONS = (
