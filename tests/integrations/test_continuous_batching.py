@@ -322,7 +322,9 @@ def test_generate_batch_without_names_has_what_is_active():
     for name in ("a", None, Stack("a", "d")):
         model.set_active_adapters(name)
         assert batched(model, given) == alone(model, given, [name] * 2)
-        paged = {"cache_implementation": "paged", "generation_config": greedy()}
+        settings = greedy()
+        settings.continuous_batching_config = small()
+        paged = {"cache_implementation": "paged", "generation_config": settings}
         found = model.generate(torch.tensor([given[1]]), **paged)
         assert found.flatten()[len(given[1]) :].tolist() == alone(model, given[1:], [name])[0]
 
@@ -492,14 +494,11 @@ def test_a_bad_request_fails_alone():
             with pytest.raises(error, match=rf"(?s)add_request\(\): .*{match}"):
                 running.add(prompt, **kwargs)
             keys.append([running.add(p, adapter_name=n) for p, n in zip(given, names, strict=True)])
-        late = [
-            running.add([5] * 200, max_new_tokens=200),
-            running.add(given[0], adapter_name="a", max_new_tokens=250),
-            running.add(given[0], adapter_name="a", temperature="hot"),
-        ]
-        matches = ("the cache holds 2", "the cache holds 2", "temperature")
-        for key, match in zip(late, matches, strict=True):
-            assert match in running.result(key).error
+        key = running.add(given[0], adapter_name="a", temperature="hot")
+        assert "temperature" in running.result(key).error
+        for prompt, new in (([5] * 200, 200), (given[0], 250)):
+            with pytest.raises(ConfigError, match="the cache holds 256"):
+                running.add(prompt, adapter_name="a", max_new_tokens=new)
         for each in keys:
             assert [list(running.result(key).generated_tokens) for key in each] == wants
         running.result("mine")
@@ -508,10 +507,14 @@ def test_a_bad_request_fails_alone():
 
 def test_a_request_without_an_end_fills_the_cache():
     model = model_of()
-    with Running(model, config=small(num_blocks=8), max_new_tokens=None) as running:
+    running = Running(model, config=small(num_blocks=8), max_new_tokens=None)
+    # added before there is a cache
+    long = running.add([5] * 100, adapter_name="a")
+    with running:
+        assert "the cache holds 32" in running.result(long).error
         found = running.result(running.add(prompts(9)[0], adapter_name="a"))
-    assert found.error is None
-    assert len(found.generated_tokens) > 9
+        assert found.error is None
+        assert len(found.prompt_ids) + len(found.generated_tokens) == 32
 
 
 def test_generate_batch_refuses_before_it_starts():
