@@ -16,6 +16,7 @@
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
 # make growth       how these costs grow with adapters, ranks and tokens, as curves
 # make many         many adapters trained in one run beside as many runs: results, time, memory
+# make batching     requests with many adapters in one batch beside adapter by adapter: tokens, time
 # make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu; ARGS=--first for
 #                   the first fifteen minutes on a GPU, then ARGS="--first --continue"
 #
@@ -43,7 +44,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart compare readme notebooks bench growth many bench-gpu test sweep lint types floors figures \
+.PHONY: help quickstart compare readme notebooks bench growth many batching bench-gpu test sweep lint types floors figures \
 	newest oldest docs links tests sweeps coverage devices calls plain training merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -91,6 +92,11 @@ many: export OMP_NUM_THREADS = 1
 many: export HF_HUB_OFFLINE = 1
 many: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/many.py $(ARGS)
+
+batching: export OMP_NUM_THREADS = 1
+batching: export HF_HUB_OFFLINE = 1
+batching: $(VENV)/.bench-$(KEY)
+	$(BIN)/python benchmarks/batching.py $(ARGS)
 
 bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,8 +45,10 @@ class _Value(NamedTuple):
     storages: list[StorageWeakRef]
 
 
-# a module → what it has computed from weights; None: nothing is kept
-_values: ContextVar[dict[nn.Module, _Value] | None] = ContextVar("values", default=None)
+# a module, for as long as it lives → what it has computed; None: nothing is kept
+_values: ContextVar[weakref.WeakKeyDictionary[nn.Module, _Value] | None] = ContextVar(
+    "values", default=None
+)
 
 
 @contextmanager
@@ -54,7 +57,7 @@ def values_kept() -> Iterator[None]:
 
     A block inside another shares its values.
     """
-    token = _values.set({}) if _values.get() is None else None
+    token = None if _values.get() is not None else _values.set(weakref.WeakKeyDictionary())
     try:
         yield
     finally:

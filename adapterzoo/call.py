@@ -27,13 +27,44 @@ Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
 
 # the start of the sequence in a row that does not have it
-_NEVER = 1 << 62
+NEVER = 1 << 62
 # the id of padding, and of tokens that adapters add
 NO_TOKEN = -1
 _NO_IDS = (
     "the model got inputs_embeds, in which alora_invocation_tokens cannot be found. Pass "
     "input_ids, or activate another adapter."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """What is known of the prompts of requests whose tokens are packed into one sequence.
+
+    Attributes:
+        lengths: number of tokens of each request in the running call, in order.
+        starts: sequence of tokens → where it begins for the last time in the prompt of each
+            request; beyond all tokens where it does not.
+    """
+
+    lengths: tuple[int, ...]
+    starts: Mapping[tuple[int, ...], tuple[int, ...]]
+
+    def after(self, sequence: tuple[int, ...], positions: Tensor) -> Tensor:
+        """Return which tokens are at or after the last occurrence of a sequence in their prompt.
+
+        Args:
+            sequence: of tokens.
+            positions: of each token in its request, `[1, tokens]`; those behind all requests are
+                padding.
+
+        Returns:
+            `[1, tokens]` bool.
+        """
+        count = positions.shape[-1]
+        lengths = (*self.lengths, count - sum(self.lengths))
+        starts = torch.tensor((*self.starts[sequence], NEVER), device=positions.device)
+        repeats = torch.tensor(lengths, device=positions.device)
+        return positions >= starts.repeat_interleave(repeats, output_size=count)
 
 
 @dataclass(eq=False)
@@ -55,6 +86,7 @@ class Generation:
         starts: sequence of tokens → where it begins in each row of the calls, `[rows, 1]`.
         length: number of tokens, with those that adapters add, once it has been searched.
         coming: arguments of the prompt that `generate` prepares, by name.
+        packed: the prompts of packed requests; None if each row has one prompt.
     """
 
     stacks: Collection[str] = ("",)
@@ -68,6 +100,7 @@ class Generation:
     first: dict[str, int] = field(default_factory=dict)
     starts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     length: int = 0
+    packed: PackedPrompts | None = None
 
     def __post_init__(self) -> None:
         """Keep what the prompt is, before the first call."""
@@ -208,6 +241,10 @@ class RecordedCall:
             if self.ids is not None:
                 rows, tokens = self.ids.shape
             generation, first = self.generation, self.cached
+            if generation is not None and generation.packed is not None:
+                positions = self.outermost["position_ids"]
+                self._after[sequence] = generation.packed.after(sequence, positions)
+                return self._after[sequence]
             if generation is None:
                 starts = self._starts(sequence)
             else:
@@ -587,7 +624,7 @@ def found_in_all(starts: Tensor, sequence: tuple[int, ...]) -> Tensor:
     Raises:
         StateError: a row does not have it.
     """
-    absent = (starts == _NEVER).flatten()  # [rows]
+    absent = (starts == NEVER).flatten()  # [rows]
     if not has_values(absent) or absent.any():
         where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
         raise StateError(
@@ -606,14 +643,14 @@ def last_start(ids: Tensor, sequence: tuple[int, ...]) -> Tensor:
     """
     count = ids.shape[1] - len(sequence) + 1
     if count <= 0:
-        return ids.new_full((ids.shape[0], 1), _NEVER, dtype=torch.long)
+        return ids.new_full((ids.shape[0], 1), NEVER, dtype=torch.long)
     # token by token: a tensor of them would be copied to the device in each call
     matches = ids[:, :count] == sequence[0]  # [rows, count]
     for place, token in enumerate(sequence[1:], 1):
         matches = matches & (ids[:, place : place + count] == token)
     steps = torch.arange(count, device=ids.device)
     last = torch.where(matches, steps, NO_TOKEN).amax(1, keepdim=True)  # [rows, 1]
-    return torch.where(last < 0, _NEVER, last)
+    return torch.where(last < 0, NEVER, last)
 
 
 def grid(value: object) -> Tensor | None:

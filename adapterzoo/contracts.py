@@ -333,7 +333,10 @@ class Adapter(Contained, ABC):
 
     Attributes:
         reads_call: whether `forward` uses `base.call`.
-        reads_prompt: whether it depends on the prompt of each sequence: its ids, ends or mean.
+        reads_prompt: whether it depends on the prompt of each sequence, its ends or its mean, in
+            another way than by an `invocation`.
+        invocation: tokens from whose last occurrence in the prompt on it acts; None: it acts from
+            the first token on.
         shared_key: the key by which `base.shared` finds the module that the adapter's layers share;
             None if they share nothing.
         is_replica: whether it is one of DataParallel, which reads another copy of that module.
@@ -360,6 +363,7 @@ class Adapter(Contained, ABC):
     split_dims: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     reads_call: bool = False
     reads_prompt: bool = False
+    invocation: tuple[int, ...] | None = None
     shared_key: SharedKey | None = None
     is_replica: bool = False
 

@@ -576,6 +576,49 @@ def merge_command(
         note(f"{lost_tokenizer}; {out!r} has none.")
 
 
+# --- serving ---
+
+
+@command("serve", example="adapterzoo serve org/model --adapters runs/a --adapters b=runs/b")
+@click.argument("model")
+@click.option("--adapters", multiple=True, metavar="ADAPTER",
+              help="Folder or Hub name, or NAME=FOLDER; may be repeated.")  # fmt: skip
+@click.option("--name", help="Name of MODEL in requests.  [default: its last part or Hub name]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@_device
+@click.option("--dtype", default="auto", help="Of the base model, such as bfloat16.")
+@click.option("--temperature", type=click.FloatRange(min=0),
+              help="Of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
+@click.option("--num-blocks", type=click.IntRange(min=1),
+              help="Blocks of the cache.  [default: as the memory allows]")  # fmt: skip
+@click.option("--page-size", type=click.IntRange(min=1), help="Tokens of a block.")
+@click.option("--max-batch-tokens", type=click.IntRange(min=1), help="Tokens of a step.")
+def serve_command(
+    model: str,
+    adapters: tuple[str, ...],
+    host: str,
+    port: int,
+    num_blocks: int | None,
+    page_size: int | None,
+    max_batch_tokens: int | None,
+    **options: Any,
+) -> None:
+    """Serve MODEL and adapters by OpenAI's protocol, all in one batch of requests.
+
+    A request names its adapter in "model": NAME:ADAPTER, or NAME for the base model. The server is
+    that of transformers, which pip install 'adapterzoo[serve]' brings along.
+    """
+    from adapterzoo.serving import server
+
+    be_quiet(False)
+    served = server.load(model, adapters, **options)
+    for each in served.names:
+        note(each)
+    sizes = {"num_blocks": num_blocks, "page_size": page_size, "max_batch_tokens": max_batch_tokens}
+    server.run(served, host, port, **{n: v for n, v in sizes.items() if v is not None})
+
+
 # --- the Hub ---
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,7 +31,7 @@ from adapterzoo.contracts import (
 from adapterzoo.errors import CompositionError
 
 from . import Average, Child, Fuse, Node, Split, fusion_key
-from .rows import RowLayout, RowMap
+from .rows import PackedRows, RowLayout, RowMap
 
 
 def _inner_property(name: str) -> Any:
@@ -186,6 +186,55 @@ class PartialLayer(LayerView):
         return whole.base.call.of_part(whole.x, lambda t: self._take(whole.order(t)), self._key)
 
 
+class PackedLayer(LayerView):
+    """A layer that gets packed requests `[1, tokens, …]`, for adapters whose rows are tokens.
+
+    Attributes:
+        x: its input, `[tokens, 1, …]`.
+    """
+
+    __slots__ = ("_output", "_packed", "x")
+
+    def __init__(self, inner: BaseLayer, packed: Tensor) -> None:
+        """Turn the input.
+
+        Args:
+            inner: the layer.
+            packed: its input, `[1, tokens, …]`.
+        """
+        super().__init__(inner)
+        self._packed = packed
+        self.x = packed.transpose(0, 1)
+        # the last output and its turned one: one object of the layer is one of the view
+        self._output: tuple[Tensor, Tensor] | None = None
+
+    def _turned(self, y: Tensor) -> Tensor:
+        if self._output is None or self._output[0] is not y:
+            self._output = y, y.transpose(0, 1)
+        return self._output[1]
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        return self._packed if x is self.x else x.transpose(0, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the layer's output, `[tokens, 1, …]`."""
+        return self._turned(self._inner(self._inputs(x)))
+
+    def original(self, x: Tensor) -> Tensor:
+        """Return the untouched layer's output, `[tokens, 1, …]`."""
+        return self._turned(self._inner.original(self._inputs(x)))
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream before the sub-layer, `[tokens, 1, d_model]`."""
+        return self._inner.residual.transpose(0, 1)
+
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder, with tokens as rows."""
+        return self._inner.call.of_part(self._packed, lambda t: t.transpose(0, 1), "packed")
+
+
 class IdentityBase(LayerView):
     """A layer that returns its input, which shows how an adapter changes that input."""
 
@@ -290,6 +339,10 @@ class Tokens:
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
+    def renumbered(self, numbers: Sequence[int]) -> Tokens:
+        """Return the same over adapters with other numbers."""
+        return replace(self, steps=tuple(_renumbered(step, numbers) for step in self.steps))
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -320,6 +373,10 @@ class Mean:
                 total = total.add(z - y, alpha=weight)
         return total
 
+    def renumbered(self, numbers: Sequence[int]) -> Mean:
+        """Return the same over adapters with other numbers."""
+        return replace(self, steps=tuple(_renumbered(step, numbers) for step in self.steps))
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -348,6 +405,15 @@ class Fused:
 
         return cast("Tensor", adapters[self.last_adapters[-1]](x, base, update))
 
+    def renumbered(self, numbers: Sequence[int]) -> Fused:
+        """Return the same over adapters and fusions with other numbers."""
+        return replace(
+            self,
+            chains=tuple(cast("Chain", _renumbered(chain, numbers)) for chain in self.chains),
+            last_adapters=tuple(numbers[last] for last in self.last_adapters),
+            fusion=numbers[self.fusion],
+        )
+
     @staticmethod
     def _output_of(
         chain: Chain, last: int, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
@@ -369,6 +435,13 @@ class Fused:
         return recorded[-1]
 
 
+def _renumbered(step: Chain | None, numbers: Sequence[int]) -> Chain | None:
+    """Return a step over adapters with other numbers, given for each number."""
+    if step is None:
+        return None
+    return tuple(p.renumbered(numbers) if not isinstance(p, int) else numbers[p] for p in step)
+
+
 @dataclass(frozen=True)
 class BatchedAdapters:
     """One adapter for each part of the batch, of one class, in one call.
@@ -383,11 +456,21 @@ class BatchedAdapters:
 
     def run(self, adapters: Adapters, layout: RowLayout, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output of all rows."""
-        found = [adapters[number] for number in self.distinct]
-        if len(found) == 1 and None not in self.of_parts:
+        distinct, of_parts = self.distinct, self.of_parts
+        if not torch.is_grad_enabled() and len(layout.runs) < len(of_parts):
+            # factors of adapters without rows are not read; in training they get a gradient of zero
+            own = {of_parts[part] for part, _, _ in layout.runs}
+            there = [number for number in range(len(distinct)) if number in own]
+            places = {number: place for place, number in enumerate(there)}
+            distinct = tuple(distinct[number] for number in there)
+            of_parts = tuple(None if n is None else places.get(n) for n in of_parts)
+            if not distinct:
+                return base(x)
+        found = [adapters[number] for number in distinct]
+        if len(found) == 1 and all(of_parts[part] == 0 for part, _, _ in layout.runs):
             y: Tensor = found[0](x, base)
         else:
-            y = type(found[0]).forward_batched(found, layout.groups(self.of_parts), x, base)
+            y = type(found[0]).forward_batched(found, layout.groups(of_parts), x, base)
         return y
 
 
@@ -399,10 +482,12 @@ class RowSteps:
         steps: one for each part of the rows; None for the base layer.
         layers: the same as layers that each apply their adapters in one call, innermost first;
             None if that is impossible.
+        at_outputs: whether the layer is an output layer, which may get some of the tokens only.
     """
 
     steps: tuple[Chain | None, ...]
     layers: tuple[BatchedAdapters, ...] | None
+    at_outputs: bool = False
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output of all rows. `x` `[rows, …]`.
@@ -412,6 +497,14 @@ class RowSteps:
         """
         if rows is None:
             raise CompositionError(_CALLED_ALONE)
+        if self.at_outputs and isinstance(rows, PackedRows):
+            rows = rows.at_outputs()
+        if is_packed(x, rows):
+            packed = PackedLayer(base, x)
+            return self._on_rows(adapters, packed.x, packed, rows).transpose(0, 1)
+        return self._on_rows(adapters, x, base, rows)
+
+    def _on_rows(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap) -> Tensor:
         layout = rows.layout_of(x)
         if self.layers is not None:
             for layer in self.layers[:-1]:
@@ -422,6 +515,18 @@ class RowSteps:
         if len(outputs) < len(self.steps) and torch.is_grad_enabled():
             outputs.append(_no_rows(adapters, outputs[0], base))
         return layout.restored(torch.cat(outputs))  # [rows, …]
+
+
+def is_packed(x: Tensor, rows: RowMap) -> bool:
+    """Return whether a layer's input is one sequence of packed requests, not a row for each token.
+
+    Args:
+        x: features, or numbers of tokens.
+        rows: of the batch.
+    """
+    if not isinstance(rows, PackedRows):
+        return False
+    return x.shape[0] == 1 and x.dim() > (2 if x.is_floating_point() else 1)
 
 
 def _no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
@@ -454,7 +559,7 @@ def parts_of_call(
     ordered = layout.arranged(x)
     views = []
     for part, start, size in layout.runs:
-        take = functools.partial(share, start=start, size=size, of=len(layout.index))
+        take = functools.partial(share, start=start, size=size, of=layout.size)
         views.append((part, PartialLayer(whole, take(ordered), take, part)))
     return views
 
@@ -512,22 +617,40 @@ class Copies:
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         if rows is None or first is None:
             raise CompositionError(_CALLED_ALONE)
-        layout, count = rows.layout_of(first), first.shape[0]
+        if isinstance(rows, PackedRows):
+            rows = rows.at_outputs()
+        packed = is_packed(first, rows)
+        layout = rows.layout(first.shape[1]) if packed else rows.layout_of(first)
+
+        def turned(value: Any) -> Any:
+            is_mine = isinstance(value, Tensor) and value.shape[:2] == first.shape[:2]
+            return value.transpose(0, 1) if packed and is_mine else value
+
+        args, kwargs = [*map(turned, args)], {name: turned(v) for name, v in kwargs.items()}
         parts = []
         for part, start, size in layout.runs:
 
             def own(value: Any, start: int = start, size: int = size) -> Any:
-                if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
+                is_mine = isinstance(value, Tensor) and value.dim() > 0
+                if not is_mine or value.shape[0] != layout.size:
                     return value
                 return layout.arranged(value).narrow(0, start, size)
 
             named = {key: own(value) for key, value in kwargs.items()}
             parts.append(found[part](*map(own, args), **named))
-        return _joined(parts, layout)
+        whole = _joined(parts, layout)
+        return _turned_back(whole) if packed else whole
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output for a layer with one argument; see `call`."""
         return cast("Tensor", self.call(adapters, base, (x,), {}, rows))
+
+
+def _turned_back(value: Any) -> Any:
+    """Return packed requests `[1, tokens, …]` from their tokens `[tokens, 1, …]`."""
+    if isinstance(value, tuple):
+        return tuple(map(_turned_back, value))
+    return value.transpose(0, 1)
 
 
 def _joined(parts: list[Any], layout: RowLayout) -> Any:
@@ -566,10 +689,15 @@ def inverse_of(
             f"{step!r} has no inverse, which a language modeling head needs. Activate a Stack of "
             f"invertible adapters, or add a fusion with AdapterFusionConfig(entry='first')."
         )
+    if isinstance(rows, PackedRows):
+        rows = rows.at_outputs()
+    packed = is_packed(y, rows)
+    y = y.transpose(0, 1) if packed else y
     layout = rows.layout(y.shape[0])
     views = parts_of_call(layout, rows, y, base)
     found = [inverse_of(step.steps[part], adapters, view.x, base) for part, view in views]
-    return layout.restored(torch.cat(found))  # [rows, tokens, d_model]
+    z = layout.restored(torch.cat(found))  # [rows, tokens, d_model]
+    return z.transpose(0, 1) if packed else z
 
 
 def prefix_of(
@@ -696,13 +824,87 @@ def compile_site(
     site = _Site(present, unfused)
     steps = [site.compiled(part) for part in parts]
     alike = all(step == steps[0] for step in steps)
-    step = steps[0] if alike else RowSteps(tuple(steps), site.layers(steps))
+    step = steps[0] if alike else RowSteps(tuple(steps), _layers(steps, site._adapter))
     if step is None:
         return None
     held = tuple(present.get(name) for name in site.names)
     if None in held:
         return SiteStep(step, tuple(site.names))
     return SiteStep(step, tuple(site.names), held, held[0] if step == (0,) else None)
+
+
+def join_sites(sites: Sequence[SiteStep | None], at_outputs: bool = False) -> SiteStep:
+    """Return the step of a site for rows that take the steps of several plans.
+
+    Args:
+        sites: the step in each plan, with its adapters; None where no adapter acts. One has some.
+        at_outputs: see `RowSteps`.
+
+    Raises:
+        CompositionError: a plan runs a copy of the layer, which another adapts.
+    """
+    numbers: dict[int, int] = {}
+    names, adapters = list[str](), list[Any]()
+    steps: list[Step | None] = []
+    for site in sites:
+        if site is None:
+            steps.append(None)
+            continue
+        own: list[int] = []
+        for name, adapter in zip(site.names, site.adapters or (), strict=True):
+            own.append(numbers.setdefault(id(adapter), len(adapters)))
+            if own[-1] == len(adapters):
+                names.append(name)
+                adapters.append(adapter)
+        if isinstance(site.step, tuple):
+            steps.append(_renumbered(site.step, own))
+        elif isinstance(site.step, Copies):
+            (owner,) = set(site.step.owners)
+            steps.append(Copies((None if owner is None else own[owner],)))
+        else:
+            raise CompositionError("a plan whose rows differ cannot be joined with others")
+    held = tuple(adapters)
+    copies = [step for step in steps if isinstance(step, Copies)]
+    if copies:
+        if any(isinstance(step, tuple) for step in steps):
+            raise CompositionError(
+                "an adapter has its own copy of an output layer, which that of another request "
+                "adapts. Run them one after the other."
+            )
+        owners = (step.owners[0] if isinstance(step, Copies) else None for step in steps)
+        return SiteStep(Copies(tuple(owners)), tuple(names), held)
+    chains = cast("list[Chain | None]", steps)
+    if all(chain == chains[0] for chain in chains):
+        alone = all(site is not None and site.only is not None for site in sites)
+        only = held[0] if chains[0] == (0,) and alone else None
+        return SiteStep(cast("Chain", chains[0]), tuple(names), held, only)
+    return SiteStep(
+        RowSteps(tuple(chains), _layers(chains, held.__getitem__), at_outputs), tuple(names), held
+    )
+
+
+def _layers(
+    steps: Sequence[Chain | None], adapter: Callable[[int], Any]
+) -> tuple[BatchedAdapters, ...] | None:
+    """Return chains for different rows as layers that apply their adapters in one call each.
+
+    Args:
+        steps: one for each part of the rows.
+        adapter: returns the adapter of a number.
+    """
+    chains = [[part for part in step or () if isinstance(part, int)] for step in steps]
+    if any(len(chain) < len(step or ()) for chain, step in zip(chains, steps, strict=True)):
+        return None
+    layers: list[BatchedAdapters] = []
+    for level in range(max(map(len, chains))):
+        at_level = [chain[level] if level < len(chain) else None for chain in chains]
+        distinct = tuple(dict.fromkeys(number for number in at_level if number is not None))
+        uniform = len(distinct) == 1 and None not in at_level
+        if not uniform and not can_batch([adapter(number) for number in distinct]):
+            return None
+        of_parts = tuple(None if n is None else distinct.index(n) for n in at_level)
+        layers.append(BatchedAdapters(distinct, of_parts))
+    return tuple(layers)
 
 
 class _Site:
@@ -747,22 +949,6 @@ class _Site:
         outer = [part for part in parts if self._acts_on(part) == "input"]
         inner = [part for part in parts if self._acts_on(part) != "input"]
         return (*inner, *reversed(outer))
-
-    def layers(self, steps: Sequence[Chain | None]) -> tuple[BatchedAdapters, ...] | None:
-        """Return chains for different rows as layers that apply their adapters in one call each."""
-        chains = [[part for part in step or () if isinstance(part, int)] for step in steps]
-        if any(len(chain) < len(step or ()) for chain, step in zip(chains, steps, strict=True)):
-            return None
-        layers: list[BatchedAdapters] = []
-        for level in range(max(map(len, chains))):
-            at_level = [chain[level] if level < len(chain) else None for chain in chains]
-            distinct = tuple(dict.fromkeys(number for number in at_level if number is not None))
-            uniform = len(distinct) == 1 and None not in at_level
-            if not uniform and not can_batch([self._adapter(number) for number in distinct]):
-                return None
-            of_parts = tuple(None if n is None else distinct.index(n) for n in at_level)
-            layers.append(BatchedAdapters(distinct, of_parts))
-        return tuple(layers)
 
     def _is_base(self, step: Chain) -> bool:
         only = step[0] if len(step) == 1 else None

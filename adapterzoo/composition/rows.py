@@ -95,57 +95,81 @@ class RowLayout:
     """The rows of a batch, sorted by the part of the composition that they take.
 
     Attributes:
-        index: the part of each row.
+        segments: (part, number of rows) of each run of rows of one part, in the order of the batch.
         runs: (part, first row, number of rows) in the sorted batch.
-        order: the row at each place of the sorted batch; None if the batch is sorted.
+        size: the number of rows.
+        is_sorted: whether the batch is sorted.
     """
 
-    index: tuple[int, ...]
+    segments: tuple[tuple[int, int], ...]
     runs: tuple[tuple[int, int, int], ...]
-    order: tuple[int, ...] | None
+    size: int
+    is_sorted: bool
     _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _groups: dict[tuple[int | None, ...], Groups] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, index: tuple[int, ...]) -> Self:
-        """Return the layout of a batch in which each row takes the part of this number."""
-        order = tuple(sorted(range(len(index)), key=index.__getitem__))
+    def of(cls, segments: Sequence[tuple[int, int]]) -> Self:
+        """Return the layout of a batch.
+
+        Args:
+            segments: the part that rows take, and how many of them follow each other.
+        """
+        sizes: dict[int, int] = {}
+        for part, size in segments:
+            sizes[part] = sizes.get(part, 0) + size
         runs: list[tuple[int, int, int]] = []
         start = 0
-        for part in sorted(set(index)):
-            size = index.count(part)
-            runs.append((part, start, size))
-            start += size
-        return cls(index, tuple(runs), None if order == tuple(range(len(index))) else order)
+        for part in sorted(sizes):
+            runs.append((part, start, sizes[part]))
+            start += sizes[part]
+        parts = [part for part, _ in segments]
+        return cls(tuple(segments), tuple(runs), start, parts == sorted(parts))
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The part of each row."""
+        return tuple(part for part, size in self.segments for _ in range(size))
 
     def arranged(self, t: Tensor) -> Tensor:
         """Return a tensor `[rows, …]` with its rows sorted."""
-        return t if self.order is None else t.index_select(0, self._orders(t.device)[0])
+        return t if self.is_sorted else t.index_select(0, self._orders(t.device)[0])
 
     def restored(self, t: Tensor) -> Tensor:
         """Return a sorted tensor `[rows, …]` in the order of the batch."""
-        return t if self.order is None else t.index_select(0, self._orders(t.device)[1])
+        return t if self.is_sorted else t.index_select(0, self._orders(t.device)[1])
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the row at each place of the sorted batch, and the place of each row."""
         # kept as long as the layout, which lives for one forward
         if device not in self._tensors:
-            there = list(self.order or ())
-            back = sorted(range(len(there)), key=there.__getitem__)
+            there, back = list[int](), [0] * self.size
+            rows: dict[int, list[range]] = {}
+            start = 0
+            for part, size in self.segments:
+                rows.setdefault(part, []).append(range(start, start + size))
+                start += size
+            for part in sorted(rows):
+                for own in rows[part]:
+                    back[own.start : own.stop] = range(len(there), len(there) + len(own))
+                    there += own
             self._tensors[device] = (
                 on_device(there, torch.int64, device),
                 on_device(back, torch.int64, device),
             )
         return self._tensors[device]
 
-    def groups(self, numbers: tuple[int | None, ...]) -> Groups:
+    def groups(self, numbers: Sequence[int | None]) -> Groups:
         """Return the groups of rows for a kernel.
 
         Args:
             numbers: the number of each part's adapter; None for the base layer.
         """
-        if numbers not in self._groups:
-            self._groups[numbers] = Groups.of([numbers[part] for part in self.index])
-        return self._groups[numbers]
+        key = tuple(numbers)
+        if key not in self._groups:
+            runs = [(numbers[part], size) for part, size in self.segments]
+            self._groups[key] = Groups.of_runs(runs)
+        return self._groups[key]
 
 
 class RowTasks(NamedTuple):
@@ -269,7 +293,7 @@ class RowMap:
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
                 f"{len(self.index)}. Give the model as many, or activate one adapter for all rows."
             )
-        layout = RowLayout.of(tuple(part for part in self.index for _ in range(times)))
+        layout = RowLayout.of([(part, times) for part in self.index])
         # others outlive the call and must not keep its tensors
         if self.entered:
             self._layouts[count] = layout
@@ -299,6 +323,57 @@ class RowMap:
         """Return the tensor `[rows, …]` from the rows of each part; the inverse of `take`."""
         whole = torch.cat(list(parts))
         return self.layout(whole.shape[0]).restored(whole)  # [rows, …]
+
+
+@dataclass(slots=True)
+class PackedRows(RowMap):
+    """The tokens of several requests in one sequence `[1, tokens, …]`, each of which is a row.
+
+    Attributes:
+        segments: (part, number of tokens) of each request, in the order of the sequence.
+        outputs: the part of each token whose logits are computed, if an output layer gets these
+            alone; None: it gets all tokens.
+    """
+
+    index: tuple[int, ...] = ()
+    heads: tuple[str, ...] | None = ()
+    entered: bool = True
+    segments: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[int, ...] | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return self.known
+
+    def at_outputs(self) -> PackedRows:
+        """Return the rows that an output layer gets."""
+        if self.outputs is None:
+            return self
+        return replace(self, segments=tuple((part, 1) for part in self.outputs), outputs=None)
+
+    def layout(self, count: int) -> RowLayout:
+        """Return the layout of the tokens.
+
+        Args:
+            count: how many a layer got.
+
+        Raises:
+            BatchError: the sequence has another number of tokens.
+        """
+        if (cached := self._layouts.get(count)) is None:
+            cached = RowLayout.of(self.segments)
+            if cached.size != count:
+                raise BatchError(
+                    f"a sequence of packed requests has {cached.size} tokens, and an adapted layer "
+                    f"got {count}. Write exclude_modules=[…] with the layer's name."
+                )
+            self._layouts[count] = cached
+        return cached
+
+    def layout_of(self, x: Tensor) -> RowLayout:
+        """Return the layout of a layer's input whose rows are tokens."""
+        return self.layout(x.shape[0])
 
 
 def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -150,32 +151,51 @@ class Groups:
     has run once can be captured in a CUDA graph.
 
     Attributes:
-        index: the adapter of each row; -1: none.
+        runs: (adapter, rows) of each run of rows with one adapter, -1 for none; neighbors differ.
+        size: the number of rows.
         adapters: those that at least one row takes, ascending.
         lengths: the number of rows of each of `adapters`.
-        rows: the rows with an adapter, ascending.
-        order: the same rows, sorted by adapter.
-        of_rows: the adapter of each of `rows`.
-        of_all: the adapter of each row of the batch; the first of `adapters` for rows without one.
         base: the rows without an adapter.
-        host: `index` as a tensor on the CPU, int64 `[batch]`.
+        order: the rows with an adapter, sorted by adapter.
+        host: the adapter of each row as a tensor on the CPU, int64 `[batch]`.
     """
 
-    def __init__(self, index: tuple[int, ...], host: Tensor) -> None:
-        """See `Groups.of`."""
+    def __init__(self, runs: tuple[tuple[int, int], ...], host: Tensor) -> None:
+        """See `Groups.of_runs`."""
+        self.runs, self.host = runs, host
         found: dict[int, list[int]] = {}
-        for row, adapter in enumerate(index):
-            found.setdefault(adapter, []).append(row)
-        self.index, self.host = index, host
+        self.size = 0
+        for adapter, count in self.runs:
+            found.setdefault(adapter, []).extend(range(self.size, self.size + count))
+            self.size += count
         self.base = tuple(found.pop(BASE, ()))
         self.adapters = tuple(sorted(found))
         self.lengths = tuple(len(found[adapter]) for adapter in self.adapters)
         self.order = tuple(chain.from_iterable(found[adapter] for adapter in self.adapters))
-        self.rows = tuple(sorted(self.order))
-        self.of_rows = tuple(index[row] for row in self.rows)
-        spare = self.adapters[0] if self.adapters else 0
-        self.of_all = tuple(spare if i == BASE else i for i in index)
         self._made: dict[tuple[object, ...], Tensor] = {}
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The adapter of each row, −1 for none."""
+        return tuple(chain.from_iterable(repeat(i, count) for i, count in self.runs))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows with an adapter, ascending."""
+        return tuple(sorted(self.order))
+
+    @property
+    def of_rows(self) -> tuple[int, ...]:
+        """The adapter of each of `rows`."""
+        own = ((i, count) for i, count in self.runs if i != BASE)
+        return tuple(chain.from_iterable(repeat(i, count) for i, count in own))
+
+    @property
+    def of_all(self) -> tuple[int, ...]:
+        """The adapter of each row; the first of `adapters` for rows without one."""
+        spare = self.adapters[0] if self.adapters else 0
+        own = ((spare if i == BASE else i, count) for i, count in self.runs)
+        return tuple(chain.from_iterable(repeat(i, count) for i, count in own))
 
     @classmethod
     def of(cls, index: Sequence[int | None] | Tensor) -> Groups:
@@ -189,14 +209,30 @@ class Groups:
             KernelError: an entry is not such a number.
         """
         given = index.tolist() if isinstance(index, Tensor) else index
-        values = tuple(BASE if i is None else i for i in given)
+        values = [BASE if i is None else i for i in given]
         for row, value in enumerate(values):
             if type(value) is not int or value < BASE:
                 raise KernelError(
                     f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter, or "
                     f"None or -1 for none. Write Groups.of([0, 1, None])."
                 )
-        return (_made if torch.compiler.is_compiling() else _remembered)(values)
+        return cls.of_runs([(value, 1) for value in values])
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[tuple[int | None, int]]) -> Groups:
+        """Return the plan of a batch.
+
+        Args:
+            runs: the number of an adapter, None or -1 for none, and how many rows in a row have it.
+        """
+        joined: list[tuple[int, int]] = []
+        for adapter, count in runs:
+            own = BASE if adapter is None else adapter
+            if count and joined and joined[-1][0] == own:
+                joined[-1] = own, joined[-1][1] + count
+            elif count:
+                joined.append((own, count))
+        return (_made if torch.compiler.is_compiling() else _remembered)(tuple(joined))
 
     def check(self, x: Tensor, n: int) -> None:
         """Check that the groups fit the operands.
@@ -208,7 +244,7 @@ class Groups:
         Raises:
             KernelError: they are those of another batch, or name an adapter beyond `n`.
         """
-        batch, most = len(self.index), max(self.adapters, default=BASE)
+        batch, most = self.size, max(self.adapters, default=BASE)
         if x.dim() < 2 or x.shape[0] != batch or most >= n:
             raise KernelError(
                 f"grouped_low_rank: the groups are of {batch} rows and adapters up to {most}, x is "
@@ -280,13 +316,30 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 
-def _made(index: tuple[int, ...]) -> Groups:
+def _made(runs: tuple[tuple[int, int], ...]) -> Groups:
+    index = [i for i, count in runs for _ in range(count)]
     with torch.inference_mode(False):
-        return Groups(index, torch.tensor(index, dtype=torch.int64))
+        return Groups(runs, torch.tensor(index, dtype=torch.int64))
+
+
+# address of `host` → its groups, while there are any
+_by_host: weakref.WeakValueDictionary[int, Groups] = weakref.WeakValueDictionary()
 
 
 # for the latest batches; a service that repeats its batches copies nothing
-_remembered = functools.lru_cache(maxsize=64)(_made)
+@functools.lru_cache(maxsize=64)
+def _remembered(runs: tuple[tuple[int, int], ...]) -> Groups:
+    groups = _made(runs)
+    _by_host[groups.host.data_ptr()] = groups
+    return groups
+
+
+def _of_host(host: Tensor) -> Groups:
+    """Return the groups that an operator gets; their own tensor is not read again."""
+    groups = _by_host.get(host.data_ptr())
+    if groups is not None and groups.host.shape == host.shape and host.numel():
+        return groups
+    return Groups.of_runs([(adapter, 1) for adapter in host.tolist()])
 
 
 # groups whose tensors a CUDA graph reads: they must never be freed
@@ -398,7 +451,7 @@ def grouped_expand_torch_backward(
 
 def _own(t: Tensor, groups: Groups) -> Tensor:
     """Return the rows with an adapter, `[rows, tokens, width]`, of `[batch, *tokens, width]`."""
-    t = t.reshape(len(groups.index), math.prod(t.shape[1:-1]), t.shape[-1])
+    t = t.reshape(groups.size, math.prod(t.shape[1:-1]), t.shape[-1])
     return t.index_select(0, groups.numbers("rows", t.device)) if groups.base else t
 
 
@@ -443,7 +496,7 @@ def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
     # a backward has two flags at its end
     at = len(args) - (1 if isinstance(args[-1], Tensor) else 3)
     x, factor = args[0], args[2] if isinstance(args[2], Tensor) else args[1]
-    groups = _remembered(tuple(args[at].tolist()))
+    groups = _of_host(args[at])
     groups.check(x, len(factor))
     before, after = args[:at], args[at + 1 :]
     if not in_triton:

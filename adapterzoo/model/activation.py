@@ -57,7 +57,7 @@ from .heads import copies
 from .heads.copies import refuse_own_size
 from .heads.named import HeadNames, for_setup, show_labels
 from .hf.backbone import plain_token
-from .hf.guards import refuse_trained, refuse_while_batching
+from .hf.guards import refuse_trained
 from .state import (
     AdaptedModel,
     AdapterRecord,
@@ -244,7 +244,6 @@ def set_active(
     # not those of the calling thread, which an AdapterSetup may have changed
     heads = for_setup(model, setup, None, default.plan.heads)
     skipped = check_layers(skip_layers, len(model.anatomy.blocks))
-    refuse_while_batching(model)
     default.plan = make_plan(model, setup, heads, skipped)
     show_labels(model)
 
@@ -337,10 +336,8 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
     """Refuse to change an adapter or fusion that is used elsewhere.
 
     Raises:
-        StateError: it is active in an `AdapterSetup`, being batched, or trained by a running
-            Trainer.
+        StateError: it is active in an `AdapterSetup`, or trained by a running Trainer.
     """
-    refuse_while_batching(model, name)
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
     if any(name in (*s.flatten(), *(fuse.name for fuse in fusions_of(s))) for s in setups):
         raise StateError(f"{name!r} is active in an AdapterSetup here. Leave the block first.")

@@ -151,13 +151,17 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
 
 
 def delete(model: AdaptedModel, *names: str) -> None:
-    """Delete adapters of the model, all or none; other active adapters stay active."""
+    """Delete adapters of the model, all or none; other active adapters stay active.
+
+    Requests of continuous batching that use them end first.
+    """
     for name in names:
         refuse_used(model, name)
     refuse_if_fixed(model, "Write set_active_adapters(None).")
-    for name in names:
-        remove(model, name)
-    replan(model)
+    with guards.unused(model, names):
+        for name in names:
+            remove(model, name)
+        replan(model)
 
 
 def bring_in(
@@ -185,7 +189,6 @@ def bring_in(
     state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
-        guards.refuse_while_batching(model)
         setup, skipped = parse(name), ()
     is_active = setup is not None and name in setup.flatten()
     if is_active:
@@ -195,16 +198,17 @@ def bring_in(
         if any(p.requires_grad for p in own_parameters_of(model, setup.flatten(), fusions)):
             for module in record.coming.values():
                 module.requires_grad_(False)
-    if name in state.records:
-        remove(model, name)
-    install(model, name, record)
-    if active:
-        set_active(model, name)
-    elif is_active:
-        replan(model)
-    if head:
-        copies.put(model, name, head)
-        replan(model)
+    with guards.unused(model, [name] if name in state.records else []):
+        if name in state.records:
+            remove(model, name)
+        install(model, name, record)
+        if active:
+            set_active(model, name)
+        elif is_active:
+            replan(model)
+        if head:
+            copies.put(model, name, head)
+            replan(model)
 
 
 def eject(model: AdaptedModel, name: str) -> None:
@@ -216,6 +220,7 @@ def eject(model: AdaptedModel, name: str) -> None:
     config = model._adapter_state.find(name).config
     refuse_if_fixed(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
+    guards.refuse_in_flight(model, name)
     shared = dict(modules_of(model, name)).get("")
     members = []
     for number, member in enumerate(config.members):

@@ -16,14 +16,16 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from adapterzoo.anatomy import HEAD
 from adapterzoo.composition import BatchSplit, Composition, parse
+from adapterzoo.composition.compile import join_sites
 from adapterzoo.composition.rows import RowMap, has_rows, numbered
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
 from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
 from .activation import make_plan
-from .heads.named import for_rows
+from .heads.named import for_rows, for_setup
 from .state import AdaptedModel, config_of, is_plain
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
@@ -154,43 +156,114 @@ def _tasks(
 
 
 def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool) -> Plan:
-    state, active = model._adapter_state, model._active
+    state = model._adapter_state
     listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
     if not listed or not adapter_names:
         raise CompositionError(
             f"adapter_names={adapter_names!r} is not a list with a name or None for each row. "
             "Write adapter_names=['a', None, 'b']."
         )
-    if active.local_plan is not None:
-        raise StateError(
-            f"adapter_names=…: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
-        )
-    if state.merged:
-        raise StateError(
-            f"{listing(state.merged)} is merged and acts on every row. Write reset_adapter() first."
-        )
+    _refuse_names(model, "adapter_names=…")
     given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
     for name in given:
         if name is not None and not isinstance(name, (str, Composition)):
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
-    plan = state.plans.get(parts)
-    if plan is None:
-        for part in parts:
-            if isinstance(part, Composition) and has_rows(part):
-                raise CompositionError(
-                    f"adapter_names=…: {part!r} divides the batch. Write a name, or "
-                    "Stack('a', 'b')."
-                )
-        setup = BatchSplit(*parts, batch_sizes=1)
-        plan = make_plan(model, setup, []) if setup.flatten() else Plan()
-        # in compiled code, each change of the cache would recompile
-        if not torch.compiler.is_compiling():
-            while len(state.plans) >= _KEPT_PLANS:
-                del state.plans[next(iter(state.plans))]
-            state.plans[parts] = plan
+    for part in parts:
+        if isinstance(part, Composition) and has_rows(part):
+            raise CompositionError(
+                f"adapter_names=…: {part!r} divides the batch. Write a name, or Stack('a', 'b')."
+            )
+    plan = _kept_plan(model, parts, BatchSplit(*parts, batch_sizes=1))
     heads, by_part = for_rows(model, parts, one_head)
     return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
+
+
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """Return the plan of a batch whose rows take different plans, without the rows.
+
+    The adapters are those of the plans, even if the model no longer has them by name.
+
+    Args:
+        plans: at least two, one for each part of the rows; each for all of its rows, with the
+            adapters of its sites.
+
+    Raises:
+        CompositionError: they cannot act in one call.
+    """
+    first, *others = plans
+    if other := next((plan for plan in others if plan.heads != first.heads), None):
+        raise CompositionError(
+            f"rows of one batch have the heads {first.heads.given!r} and {other.heads.given!r}. "
+            "Activate one for all, or run them one after the other."
+        )
+    captures: dict[str, tuple[str, ...]] = {}
+    for plan in plans:
+        for source, readers in plan.captures.items():
+            captures[source] = tuple(dict.fromkeys((*captures.get(source, ()), *readers)))
+    paths = dict.fromkeys(path for plan in plans for path in plan.sites)
+    exits = [plan.exit for plan in plans if plan.exit is not None]
+    return Plan(
+        BatchSplit(*(plan.setup for plan in plans), batch_sizes=1),
+        first.heads,
+        {
+            path: join_sites([plan.sites.get(path) for plan in plans], path.startswith(HEAD))
+            for path in paths
+        },
+        captures,
+        stacks=frozenset().union(*(plan.stacks for plan in plans)),
+        exit=exits[0] if exits else None,
+    )
+
+
+def plan_of_name(model: AdaptedModel, name: object) -> Plan:
+    """Return the plan in which one adapter acts on all rows, with the head of its name.
+
+    Args:
+        model: with adapters.
+        name: of an adapter, or a composition; None for the base model.
+
+    Raises:
+        StateError: an adapter is merged, or an `AdapterSetup` is active here.
+        UnknownNameError: an adapter is unknown.
+    """
+    _refuse_names(model, "adapter_name=…")
+    if name is not None and not isinstance(name, (str, list, tuple, Composition)):
+        model._adapter_state.find(name)
+    setup = parse(None if name == BASE else name)
+    plan = _kept_plan(model, ("alone", setup), setup)
+    return dataclasses.replace(plan, heads=for_setup(model, setup, None, model._active.heads))
+
+
+def _refuse_names(model: AdaptedModel, what: str) -> None:
+    """Refuse names of adapters where they cannot take the place of what is active.
+
+    Raises:
+        StateError: they cannot.
+    """
+    state, active = model._adapter_state, model._active
+    if active.local_plan is not None:
+        raise StateError(
+            f"{what}: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
+        )
+    if state.merged:
+        raise StateError(
+            f"{listing(state.merged)} is merged and acts on every row. Write reset_adapter() first."
+        )
+
+
+def _kept_plan(model: AdaptedModel, key: object, setup: Composition | None) -> Plan:
+    """Return the plan of a composition, without heads; that of the last call if it is kept."""
+    plans = model._adapter_state.plans
+    plan = plans.get(key)
+    if plan is None:
+        plan = make_plan(model, setup, []) if setup is not None and setup.flatten() else Plan()
+        # in compiled code, each change of the cache would recompile
+        if not torch.compiler.is_compiling():
+            while len(plans) >= _KEPT_PLANS:
+                plans.pop(next(iter(plans)), None)
+            plans[key] = plan
+    return plan
 
 
 def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:

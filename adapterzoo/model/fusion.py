@@ -25,7 +25,7 @@ from adapterzoo.names import check_name
 from . import checkpointing, sharding
 from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
 from .heads import copies
-from .hf.guards import refuse_while_batching
+from .hf.guards import paused, refuse_in_flight
 from .hf.info import ModelInfo, provenance
 from .hf.task_classes import text_config
 from .sharding import refuse_if_fixed
@@ -74,8 +74,10 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     model._adapter_state.find_fusion(name)
     refuse_if_fixed(model, "Write set_active_adapters(None).")
     refuse_overridden(model, name)
-    _take(model, name)
-    replan(model)
+    refuse_in_flight(model, name)
+    with paused(model):
+        _take(model, name)
+        replan(model)
 
 
 def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
@@ -108,6 +110,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
         if not overwrite_ok:
             raise DuplicateNameError(f"there is a fusion {name!r}. Write overwrite_ok=True.")
         refuse_overridden(model, name)
+        refuse_in_flight(model, name)
 
 
 def make(
@@ -157,18 +160,18 @@ def enter(
     fusions, name = model._adapter_state.fusions, fuse.name
     record = FusionRecord(config, fuse.fused, tuple(made))
     if active:
-        refuse_while_batching(model)
         check_setup(model, fuse, (), fusions={name: record})
-    if name in fusions:
-        _take(model, name)
-    for path, layer in made.items():
-        at = layer_in(model, path)
-        inject.put(at, fusion_key(name), layer, model._active, path)
-    fusions[name] = record
-    # an active fusion that is replaced stays active
-    replan(model)
-    if active:
-        set_active(model, fuse)
+    with paused(model):
+        if name in fusions:
+            _take(model, name)
+        for path, layer in made.items():
+            at = layer_in(model, path)
+            inject.put(at, fusion_key(name), layer, model._active, path)
+        fusions[name] = record
+        # an active fusion that is replaced stays active
+        replan(model)
+        if active:
+            set_active(model, fuse)
 
 
 def _take(model: AdaptedModel, name: str) -> None:

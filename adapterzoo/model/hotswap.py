@@ -31,7 +31,7 @@ from adapterzoo.inject.building import at_hand
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .heads import copies, named, store
-from .hf.guards import refuse_while_batching
+from .hf.guards import paused, refuse_in_flight
 from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, LoadOptions, layer_in, modules_of
 
@@ -93,7 +93,6 @@ def load(
         writes += _writes_of_head(model, name, stored, asked)
     asked.compare(coming.config, stored.metadata.get("model_name"))
     if asked.set_active:
-        refuse_while_batching(model)
         check_setup(model, parse(name), ())
     write(writes)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
@@ -134,7 +133,7 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     """
     record = model._adapter_state.find(name)
     refuse_merged(model, name)
-    refuse_while_batching(model, name)
+    refuse_in_flight(model, name)
     for group, names in model._adapter_state.sharing.items():
         if name in names:
             raise StateError(f"{name!r} shares parameters. Write unshare_parameters({group!r}).")
@@ -301,6 +300,7 @@ def with_rank(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     config = model._adapter_state.find(name).config.of_rank(rank)
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
+    refuse_in_flight(model, name)
     if copies.table_of(model, name) is not None:
         raise StateError(_EMBEDDINGS.format(name=name))
     return config
@@ -328,6 +328,7 @@ def to_rank(model: AdaptedModel, name: str, rank: int) -> None:
                 tensor.requires_grad_(key in before and before[key].requires_grad)
         write([Write(tensor, values[key]) for key, tensor in own.items()])
         module.train(old.training)
-    adapters.uninstall(model, name)
-    adapters.install(model, name, dataclasses.replace(made, meta=record.meta))
-    replan(model)
+    with paused(model):
+        adapters.uninstall(model, name)
+        adapters.install(model, name, dataclasses.replace(made, meta=record.meta))
+        replan(model)

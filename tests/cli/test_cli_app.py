@@ -50,7 +50,8 @@ def test_help_shows_an_example_that_parses(run, name):
 
 def test_the_commands_are_these_and_each_says_what_it_does(run):
     expected = [
-        "train", "predict", "info", "verify", "report", "convert", "merge", "push", "list", "doctor"
+        "train", "predict", "info", "verify", "report", "convert", "merge", "serve", "push", "list",
+        "doctor",
     ]  # fmt: skip
     assert expected == COMMANDS
     said = run("--help").stdout

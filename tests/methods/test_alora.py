@@ -535,19 +535,12 @@ def guided(model, ids):
     model.generate(ids, guidance_scale=2.0, **GREEDY)
 
 
-def many(model, ids):
-    model.add_adapter("u", ConfigUnion(ALORA, LoRAConfig()))
-    model.set_active_adapters("u")
-    model.generate_batch(ids.tolist())
-
-
 UNKNOWN = {
     embedded: r"inputs_embeds.*Pass input_ids",
     embedded_generate: r"inputs_embeds.*Pass input_ids",
     later: r"rows 0, 1, 2, 3, 4.*Write model\.generate",
     packed: r"several sequences \(position_ids.*one sequence in each row",
     guided: r"outside of the sequence.*Leave out guidance_scale",
-    many: r"continuous batching packs.*Write generate",
 }
 
 

@@ -356,7 +356,7 @@ class LoRA(LowRank):
         tokens = config.alora_invocation_tokens
         # torch.compile cannot hash the tuple of a field
         self.invocation = None if tokens is None else tuple(tokens)
-        self.reads_call = self.reads_prompt = self.invocation is not None
+        self.reads_call = self.invocation is not None
         self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")

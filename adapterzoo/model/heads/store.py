@@ -26,7 +26,7 @@ from adapterzoo.heads import (
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model.activation import replan
 from adapterzoo.model.hf.backbone import describe, ties_output
-from adapterzoo.model.hf.guards import refuse_trained, refuse_while_batching
+from adapterzoo.model.hf.guards import refuse_trained
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name, equalize, refuse_if_fixed
@@ -71,7 +71,6 @@ def start(model: Any) -> None:
 def activate(model: Any, setup: HeadNames) -> None:
     """Activate heads in all threads."""
     heads = checked(model, setup)
-    refuse_while_batching(model)
     default = model._active.default
     default.plan = dataclasses.replace(default.plan, heads=heads)
     show_labels(model)

@@ -47,7 +47,7 @@ from adapterzoo.model.activation import (
     replan,
 )
 from adapterzoo.model.adapters import init_values, install, uninstall
-from adapterzoo.model.hf.guards import refuse_while_batching
+from adapterzoo.model.hf.guards import refuse_in_flight, refuse_while_batching
 from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT
@@ -399,6 +399,7 @@ def check_table(model: AdaptedModel, name: str) -> None:
     if tables_of(model, name):
         return
     refuse_used(model, name)
+    refuse_in_flight(model, name)
     record = model._adapter_state.records[name]
     if taken := [path for path in paths if path in record.places]:
         raise StateError(
@@ -680,6 +681,7 @@ def _sharers(model: AdaptedModel, given: Composition | Sequence[str] | str) -> t
     for name in names:
         model._adapter_state.find(name)
         refuse_overridden(model, name)
+        refuse_in_flight(model, name)
         refuse_merged(model, name)
     return names
 

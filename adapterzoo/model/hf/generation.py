@@ -19,7 +19,7 @@ from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.heads.named import check_generation
 from adapterzoo.model.state import anatomy_of
 
-from .guards import refuse_names, refuse_other_than_default, watch
+from . import batching
 
 
 class GeneratesWithAdapters:
@@ -109,36 +109,62 @@ class GeneratesWithAdapters:
     def generate_batch(
         self, *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
     ) -> Any:
-        """Run `generate_batch` of transformers with the adapters that are active in all threads.
+        """Run `generate_batch` of transformers, with an adapter for each request if they are named.
 
         Args:
-            *args: as `generate_batch` of transformers takes them.
-            adapter_names: refused, as transformers would ignore it.
-            task_ids: the same.
+            *args: as `generate_batch` of transformers takes them, the prompts first.
+            adapter_names: for each prompt the adapter or composition that acts on it, None for the
+                base model. Without it, what is active in the calling thread and task acts on all.
+            task_ids: refused, as transformers would ignore it.
             **kwargs: as `generate_batch` of transformers takes them.
 
         Raises:
-            StateError: `adapter_names` are given, an `AdapterSetup` is active, the active
-                composition divides the batch, or a kept manager has the cache of other adapters.
+            CompositionError: adapters cannot act in one step.
+            ConfigError: there are not as many names as prompts, or a prompt is empty or too long,
+                or has unknown tokens.
+            StateError: `task_ids` are given; an adapter does not act on each token by itself; names
+                are given inside an `AdapterSetup` or with a merged adapter; or this transformers
+                has not been tested.
+            UnknownNameError: an adapter is unknown.
         """
-        refuse_names(adapter_names=adapter_names, task_ids=task_ids)
-        refuse_other_than_default(cast("Any", self))
-        return cast("Any", super()).generate_batch(*args, **kwargs)
+        model: Any = self
+        if task_ids is not None:
+            raise StateError(
+                "task_ids=…: continuous batching takes adapters by name. Write adapter_names=[…]."
+            )
+        plain = cast("Any", super()).generate_batch
+        names = positions_of(GenerationMixin.generate_batch)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not model.has_adapters() and adapter_names is None:
+            return plain(*args, **kwargs)
+        batching.refuse_untested()
+        new_tokens = _option(model, given, "max_new_tokens")
+        prompts = batching.prompts_of(model, given.pop("inputs"), adapter_names, new_tokens)
+        found = plain(prompts, **given)
+        if prompts and prompts[0].errors:
+            raise prompts[0].errors[0]
+        return found
 
     @names_call
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `init_continuous_batching` of transformers; the manager uses the active adapters.
+        """Run `init_continuous_batching` of transformers; requests may have adapters.
+
+        `add_request(…, adapter_name=…)` of the manager names the adapter of a request, None for the
+        base model. Without a name, what is active where the request is added acts on it.
 
         Args:
             *args: as transformers takes them.
             **kwargs: the same.
 
         Raises:
-            StateError: as `generate_batch`.
+            StateError: this transformers has not been tested.
         """
-        refuse_other_than_default(cast("Any", self))
+        model: Any = self
+        if not batching.is_tested() and not model.has_adapters():
+            return cast("Any", super()).init_continuous_batching(*args, **kwargs)
+        batching.refuse_untested()
         manager = cast("Any", super()).init_continuous_batching(*args, **kwargs)
-        watch(cast("Any", self), manager)
+        batching.adapt(model, manager)
         return manager
 
 

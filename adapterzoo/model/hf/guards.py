@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, Protocol
 
 from torch import nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.caches import values_kept
-from adapterzoo.composition import Composition
-from adapterzoo.composition.rows import ActiveHeads
-from adapterzoo.contracts import Adapter
-from adapterzoo.errors import StateError, naming
-from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
+from adapterzoo.errors import StateError, listing
 
 # --- A running Trainer: its optimizer holds the tensors that it was made with ---
 
@@ -137,128 +134,122 @@ def take_guard(stack: nn.Module) -> None:
         del hooks[key], stack._forward_pre_hooks_with_kwargs[key]
 
 
-# --- transformers' continuous batching ---
-
-# managers → what was active when they were made
-_managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
+# --- transformers' continuous batching: requests in flight keep their adapters ---
 
 
-class _Active(NamedTuple):
-    """What is active for a manager's requests; its cache is wrong for anything else."""
+class Pin(Protocol):
+    """What a request in flight uses."""
 
-    setup: Composition | None
-    heads: ActiveHeads
-    skip_layers: tuple[int, ...]
-    merged: tuple[str, ...]
-    # an adapter that replaced another of its name has another record
-    records: dict[str, AdapterRecord]
+    @property
+    def names(self) -> frozenset[str]:
+        """The adapters and fusions."""
 
 
-def _active_now(model: AdaptedModel) -> _Active:
-    plan, state = model._active.default.plan, model._adapter_state
-    names = {*(() if plan.setup is None else plan.setup.flatten()), *state.merged}
-    records = {name: state.records[name] for name in names}
-    return _Active(plan.setup, plan.heads, plan.skip_layers, state.merged, records)
+class Requests:
+    """The requests of one manager that were admitted and have not ended.
+
+    Attributes:
+        changed: guards the others, and is notified when requests have ended.
+        pins: id of a request → what it uses.
+        leaving: name of an adapter → how many threads are about to remove it.
+    """
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self.changed = threading.Condition()
+        self.pins: dict[str, Pin] = {}
+        self.leaving: Counter[str] = Counter()
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop what is kept of adapters that no request uses, before they leave the model."""
+
+    def using(self, names: Collection[str]) -> list[str]:
+        """Return the ids of the requests that use one of the adapters or fusions."""
+        return [key for key, pin in self.pins.items() if not pin.names.isdisjoint(names)]
 
 
-def watch(model: AdaptedModel, manager: Any) -> None:
-    """Let a manager refuse requests when other adapters are active than when it was made.
+# managers of models with adapters → their requests
+_managers: weakref.WeakKeyDictionary[Any, Requests] = weakref.WeakKeyDictionary()
+
+
+def watch(manager: Any, requests: Requests) -> None:
+    """Let changes of a model wait for the requests of a manager, or refuse to disturb them."""
+    _managers[manager] = requests
+
+
+def _managers_of(model: object) -> list[tuple[Any, Requests]]:
+    return [(m, requests) for m, requests in list(_managers.items()) if m.model is model]
+
+
+def refuse_while_batching(model: object) -> None:
+    """Refuse to change the base weights of a model whose requests run, and whose cache has them.
 
     Raises:
-        StateError: the manager was kept from an earlier call, with the cache of other adapters.
+        StateError: a manager of the model runs.
     """
-    if manager in _managers:
-        _refuse_other_cache(manager, model)
-        return
-    _managers[manager] = _active_now(model)
-    # the manager that is called keeps itself and its model alive
-    to_manager: Any = weakref.ref(manager)
-    to_model: Any = weakref.ref(cast("Any", model))
-
-    def add_request(
-        *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
-    ) -> Any:
-        own = to_manager()
-        with naming("add_request()"):
-            refuse_names(adapter_names=adapter_names, task_ids=task_ids)
-            refuse_other_than_default(to_model())
-            _refuse_other_cache(own, to_model())
-        return type(own).add_request(own, *args, **kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = to_manager()
-        with values_kept():
-            return type(own)._run_generation_loop(own, *args, **kwargs)
-
-    manager.add_request = add_request
-    # the target of the manager's thread
-    manager._run_generation_loop = run
+    if any(manager.is_running() for manager, _ in _managers_of(model)):
+        raise StateError(
+            "continuous batching runs with the base weights, and so does its cache. Write "
+            "manager.stop() and manager.destroy() first."
+        )
 
 
-def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
-    """Refuse to change what a running manager uses.
+def refuse_in_flight(model: object, name: str) -> None:
+    """Refuse to change an adapter or fusion in place that requests in flight use.
+
+    Raises:
+        StateError: a request of a manager uses it.
+    """
+    count = sum(len(requests.using([name])) for _, requests in _managers_of(model))
+    if count:
+        raise StateError(
+            f"{count} requests of continuous batching use {name!r}. Wait for their results, or "
+            "write manager.cancel_request(…)."
+        )
+
+
+@contextmanager
+def paused(model: object) -> Iterator[None]:
+    """Return a context in which no manager runs a step of the model; requests in flight go on."""
+    with ExitStack() as pauses:
+        for manager, _ in _managers_of(model):
+            # a loop that has ended runs no step
+            with suppress(RuntimeError):
+                pauses.enter_context(manager.pause())
+        yield
+
+
+@contextmanager
+def unused(model: object, names: Collection[str]) -> Iterator[None]:
+    """Return a context in which no request uses the adapters, and no manager runs a step.
+
+    It starts when the requests that use them have ended; new ones are refused meanwhile.
 
     Args:
         model: of the managers.
-        name: of the adapter that changes; None: the active composition changes.
+        names: of adapters that are removed.
 
     Raises:
-        StateError: a manager runs with that adapter.
+        StateError: a request would never end: its manager is paused here, or does not run.
     """
-    for manager, active in list(_managers.items()):
-        affected = name is None or name in active.records
-        if manager.model is model and manager.is_running() and affected:
-            raise StateError(
-                f"continuous batching runs with {active.setup!r}, and so does its cache. Write "
-                "manager.stop() and manager.destroy() first."
-            )
+    with ExitStack() as undo:
+        for manager, requests in _managers_of(model):
+            with requests.changed:
+                if using := requests.using(names):
+                    _refuse_endless(manager, names, len(using))
+                requests.leaving.update(names)
+                undo.callback(requests.leaving.subtract, names)
+                while requests.using(names):
+                    requests.changed.wait()
+                requests.forget(names)
+        undo.enter_context(paused(model))
+        yield
 
 
-def refuse_other_than_default(model: AdaptedModel) -> None:
-    """Refuse an active composition that a manager's thread cannot use.
-
-    Raises:
-        StateError: an `AdapterSetup` is active here, or the composition divides the batch, adds
-            tokens to it or reads the prompt of each sequence.
-    """
-    active = model._active
-    held = active.local_plan
-    if held is not None and held.rows is not None and held.rows.entered:
-        refuse_names(adapter_names=True)
-    if held is not None:
-        raise StateError(
-            f"the thread that runs the model does not see an AdapterSetup. Leave the block and "
-            f"write set_active_adapters({held.setup!r})."
-        )
-    plan = active.default.plan
-    names = () if plan.setup is None else plan.setup.flatten()
-    parts = (p for n in names for _, adapter in modules_of(model, n) for p in adapter.modules())
-    reads_prompt = any(isinstance(part, Adapter) and part.reads_prompt for part in parts)
-    if plan.rows is not None or plan.prompts is not None or reads_prompt:
-        raise StateError(
-            f"continuous batching packs requests into one sequence: {plan.setup!r}, which divides "
-            "the batch, adds tokens or reads the prompt, would be wrong. Write generate(…)."
-        )
-
-
-def refuse_names(**given: Any) -> None:
-    """Refuse `adapter_names` and `task_ids`, which transformers would ignore.
-
-    Raises:
-        StateError: one is not None.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise StateError(
-                f"{name}=…: continuous batching uses the active adapters for all requests. Write "
-                "set_active_adapters('a')."
-            )
-
-
-def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
-    made, now = _managers[manager], _active_now(model)
-    if made != now:
-        raise StateError(
-            f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or it has "
-            "changed. Write model.destroy_cached_continuous_batching_manager()."
-        )
+def _refuse_endless(manager: Any, names: Collection[str], count: int) -> None:
+    """Refuse to wait for requests that do not go on."""
+    what = f"{count} requests of continuous batching use {listing(names)}, and"
+    if not manager.is_running():
+        raise StateError(f"{what} their manager does not run. Write manager.start() first.")
+    if manager.background_thread_status.is_pause_requested(local=True):
+        raise StateError(f"{what} their manager is paused here. Leave the pause first.")

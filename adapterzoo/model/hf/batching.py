@@ -1,0 +1,935 @@
+"""One adapter, or none, for each request in transformers' continuous batching.
+
+A manager packs the tokens of all requests that run into one sequence `[1, tokens]`. For adapters a
+token is a row, so that requests with different adapters share a step as the rows of a mixed batch
+do. What a request uses is fixed when it is admitted: a plan with its modules, where an adapter that
+waits for an invocation starts, and the key of its blocks in the prefix cache.
+
+This file has all that the library knows of the inside of `transformers.generation.
+continuous_batching`, as it is in the versions of `TESTED`:
+
+- `ContinuousBatchingManager`: `add_request`, `warmup`, `_run_generation_loop`,
+  `_create_batch_processor`, `_request_lock`, `_request_counter`, `distributed_helper`
+- `ContinuousBatchProcessor`: `prepare_next_batch`, `update_batch`, `_generation_step`,
+  `_handle_request_error`, `inputs_and_outputs`, `model_runner`, `scheduler`, `cache`
+- `ContinuousBatchingIOs`: `requests_in_batch`, `num_q_tokens`, `_get_num_sequences`
+- `ModelRunner`: `_get_forward_fn`, `_forward_process_and_sample`, `supports_logits_to_keep`
+- `Scheduler`: `add_waiting_request`, `active_requests`, `waiting_requests`
+- `PagedAttentionCache`: `search_prefix_match`, `mark_complete_blocks`, `cache_allocators`
+- the children of a request are called `<id>__child#<number>`
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+
+from adapterzoo.caches import values_kept
+from adapterzoo.call import NEVER, Generation, PackedPrompts
+from adapterzoo.composition import Child, Node, Split, fusions_of
+from adapterzoo.composition.rows import PackedRows
+from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
+from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing, naming
+from adapterzoo.formats.fit import digest, fingerprint
+from adapterzoo.inject.adapted import Adapted, acting, below_wrappers
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
+from adapterzoo.model import batches
+from adapterzoo.model.heads.copies import table_of
+from adapterzoo.model.state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    config_of,
+    fusion_modules,
+    layer_in,
+    modules_of,
+    named_tensors,
+)
+from adapterzoo.model.training import adapter_fingerprint
+from adapterzoo.runtime import Plan
+
+from .guards import Requests, watch
+
+try:
+    from transformers.generation.continuous_batching import continuous_api
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+    from transformers.generation.continuous_batching.model_runner import (
+        infer_max_single_request_tokens,
+    )
+except ImportError:
+    # an older transformers, which is refused by name
+    pass
+
+TESTED = ("5.24",)
+"""The versions of transformers whose continuous batching this file knows."""
+
+ACTIVE: Any = object()
+"""The adapter of a request that names none: what is active where it is added."""
+
+_CHILD = "__child#"
+
+
+def is_tested() -> bool:
+    """Return whether this transformers is one of the versions that the file knows."""
+    return ".".join(map(str, Version(transformers.__version__).release[:2])) in TESTED
+
+
+def refuse_untested() -> None:
+    """Refuse continuous batching of a model with adapters by an unknown transformers.
+
+    Raises:
+        StateError: its version has not been tested.
+    """
+    if not is_tested():
+        raise StateError(
+            f"continuous batching with adapters is tested with transformers {listing(TESTED)}, and "
+            f"this is {transformers.__version__}. Write generate(…), or install one of these."
+        )
+
+
+# --- what a request uses ---
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Variant:
+    """What acts on a request: a plan with the modules of its adapters.
+
+    It stays what it is when the model loses these adapters or gets others of their names.
+
+    Attributes:
+        plan: for all tokens of a request.
+        names: of the adapters and fusions.
+        key: tells variants apart.
+        invocations: the sequences from which adapters act.
+        begins: whether an adapter acts from the first token on.
+        alone: why requests of no other variant may run in the same steps; empty if they may.
+    """
+
+    plan: Plan
+    names: frozenset[str] = frozenset()
+    key: tuple[object, ...] = ()
+    invocations: tuple[tuple[int, ...], ...] = ()
+    begins: bool = False
+    alone: str = ""
+
+
+def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
+    """Return what acts on a request.
+
+    Args:
+        model: with adapters.
+        adapter_name: a name or a composition, or None for the base model; by default what is active
+            in the calling thread and task.
+
+    Raises:
+        CompositionError: it divides the batch or the sequence.
+        StateError: it adds tokens, or reads the prompt otherwise than for an invocation.
+        UnknownNameError: an adapter is unknown.
+    """
+    if adapter_name is ACTIVE:
+        plan = model._active.plan
+    else:
+        plan = batches.plan_of_name(model, adapter_name)
+    setup = plan.setup
+    names = () if setup is None else setup.flatten()
+    parts = [part for name in names for part in _parts_of(model, name)]
+    _refuse_not_by_token(plan, parts)
+    fusions = [fuse.name for fuse in fusions_of(setup)]
+    sites = {path: _bound(model, path, site) for path, site in plan.sites.items()}
+    plan = replace(plan, sites=sites)
+    modules = tuple(id(module) for site in sites.values() for module in site.adapters)
+    waiting = dict.fromkeys(part.invocation for part in parts)
+    return Variant(
+        plan,
+        frozenset((*names, *fusions)),
+        (setup, plan.heads, plan.skip_layers, modules),
+        tuple(sequence for sequence in waiting if sequence is not None),
+        None in waiting,
+        _why_alone(model, plan, names),
+    )
+
+
+def _parts_of(model: AdaptedModel, name: str) -> list[Adapter]:
+    """Return the adapters of a name at all layers, those of fused layers one by one."""
+    return [
+        part
+        for path, module in modules_of(model, name)
+        for part in (module.modules() if path else ())
+        if isinstance(part, Adapter) and not isinstance(part, (FusedAdapters, ExpertAdapters))
+    ]
+
+
+# adapters that add tokens, keys or positions to a sequence
+_OF_SEQUENCES = AttentionAdapter, PositionAdapter, PromptAdapter
+
+
+def _refuse_not_by_token(plan: Plan, parts: Iterable[Adapter]) -> None:
+    """Refuse what does not act on each token by itself.
+
+    Raises:
+        StateError: it does not.
+    """
+    setup = plan.setup
+    splits = setup is not None and any(isinstance(node, Split) for node in setup.nodes())
+    if plan.rows is not None or splits:
+        raise StateError(
+            f"continuous batching packs requests into one sequence, which {setup!r} would divide. "
+            "Write generate_batch(…, adapter_names=[…]) with an adapter for each request."
+        )
+    reads = any(part.reads_prompt for part in parts)
+    if reads or any(isinstance(part, _OF_SEQUENCES) for part in parts):
+        raise StateError(
+            f"continuous batching packs requests into one sequence: {setup!r}, which "
+            f"{'reads the prompt of' if reads else 'adds to'} each, would be wrong. Write "
+            "generate(…)."
+        )
+
+
+def _bound(model: AdaptedModel, path: str, site: Any) -> Any:
+    """Return the step of a site with its adapters."""
+    if site.adapters is not None:
+        return site
+    _, adapters = acting(below_wrappers(layer_in(model, path)), site)
+    return replace(site, adapters=tuple(adapters))
+
+
+def _why_alone(model: AdaptedModel, plan: Plan, names: Sequence[str]) -> str:
+    """Return why no other adapters may act in the same step; empty if they may."""
+    records = model._adapter_state.records
+    for name in names:
+        for path, placements in records[name].places.items():
+            if path in plan.sites and any(p.site.is_routed for p in placements):
+                return f"{name!r} adapts {path!r}, whose input is tokens of experts"
+    for path in plan.sites:
+        layer = below_wrappers(layer_in(model, path))
+        if isinstance(layer, Adapted) and (layer._read or layer._shown.names):
+            return f"the model reads the weight of {path!r}, which {plan.setup!r} changes"
+    return ""
+
+
+@dataclass(slots=True)
+class Pinned:
+    """What a request in flight uses.
+
+    Attributes:
+        variant: what acts on it.
+        starts: sequence of an invocation → the first token on which its adapters act.
+        salt: numbers that its tokens are combined with in the hashes of blocks.
+        first: the first token of which the keys or values are not those of the base model.
+        is_running: whether the worker has it.
+    """
+
+    variant: Variant
+    starts: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    salt: tuple[int, ...] = ()
+    first: int = 0
+    is_running: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The adapters and fusions."""
+        return self.variant.names
+
+    def hashed(self, tokens: Sequence[int], block: int) -> list[int]:
+        """Return what is hashed in place of tokens of the request, from its first one on.
+
+        Blocks before the first token on which an adapter acts are those of the base model; others
+        are shared only by requests whose adapters have the same content.
+
+        Args:
+            tokens: of the request.
+            block: number of tokens in a block.
+        """
+        first = self.first // block * block if self.salt else len(tokens)
+        salted = (
+            token ^ self.salt[place % len(self.salt)]
+            for place, token in enumerate(tokens[first:], first)
+        )
+        return [*tokens[:first], *salted]
+
+
+def pinned(variant: Variant, input_ids: Sequence[int], content: bytes, base: bytes) -> Pinned:
+    """Return what a request uses.
+
+    Args:
+        variant: what acts on it.
+        input_ids: its prompt.
+        content: digest of what keys and values depend on; empty for the base model.
+        base: the same without adapters; empty unless something has changed the base model.
+    """
+    starts = {sequence: _last(input_ids, sequence) for sequence in variant.invocations}
+    first = 0 if variant.begins or base else min(starts.values(), default=0)
+    if not content or first == NEVER:
+        return Pinned(variant, starts)
+    # what the keys and values of a block depend on, beside its tokens and those before
+    document = repr((content, sorted(starts.items()))).encode()
+    numbers = hashlib.shake_256(document).digest(4 * 64)
+    salt = (int.from_bytes(numbers[i : i + 4], "little") >> 1 for i in range(0, len(numbers), 4))
+    return Pinned(variant, starts, tuple(salt), first)
+
+
+def _last(tokens: Sequence[int], sequence: tuple[int, ...]) -> int:
+    """Return where a sequence begins for the last time; beyond all tokens if it does not."""
+    size = len(sequence)
+    places = range(len(tokens) - size, -1, -1)
+    return next((i for i in places if tuple(tokens[i : i + size]) == sequence), NEVER)
+
+
+class Contents:
+    """Digests of adapters, computed again only when a tensor has changed."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._known: dict[str, tuple[list[object], str]] = {}
+
+    def of(self, model: AdaptedModel, variant: Variant) -> bytes:
+        """Return the digest of what keys and values depend on; empty for the base model.
+
+        Args:
+            model: with adapters.
+            variant: what acts, with names that the model knows.
+        """
+        state, setup = model._adapter_state, variant.plan.setup
+        known = {*state.records, *(f"fusion {name}" for name in state.fusions), _TABLE}
+        self._known = {name: found for name, found in self._known.items() if name in known}
+        base = [self._adapter(model, name) for name in state.merged]
+        if state.embeddings != DEFAULT_EMBEDDINGS:
+            weight = cast("Any", model).get_input_embeddings().weight
+            base.append(self._digest(_TABLE, None, [weight], lambda: digest(weight)))
+        if not variant.names and not base:
+            return b""
+        acts = [name for name in variant.names if name in state.records]
+        facts = [base, "" if not acts else self._described(model, setup), variant.plan.skip_layers]
+        return hashlib.sha256(repr(facts).encode()).digest()
+
+    def _described(self, model: AdaptedModel, child: Child) -> str:
+        """Return a composition with digests in place of names."""
+        if not isinstance(child, Node):
+            return "" if child is None else self._adapter(model, child)
+        inside = [self._described(model, each) for each in child.children]
+        options = {name: value for name, value in child.options.items() if name != "name"}
+        own = [type(child).__name__, inside, options]
+        for fuse in fusions_of(child) if fusions_of(child)[:1] == (child,) else ():
+            own.append(self._fusion(model, fuse.name))
+        return repr(own)
+
+    def _adapter(self, model: AdaptedModel, name: str) -> str:
+        record = model._adapter_state.find(name)
+        tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True).values()
+        return self._digest(name, record, tensors, lambda: adapter_fingerprint(model, name))
+
+    def _fusion(self, model: AdaptedModel, name: str) -> str:
+        record = model._adapter_state.find_fusion(name)
+        tensors = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
+        config = {"config": repr(record.config)}
+        return self._digest(
+            f"fusion {name}", record, tensors.values(), lambda: fingerprint(config, tensors)
+        )
+
+    def _digest(self, name: str, record: object, tensors: Iterable[Tensor], compute: Any) -> str:
+        marks: list[object] = [record]
+        for tensor in tensors:
+            version = 0 if tensor.is_inference() else tensor._version
+            marks += [id(tensor), version, tensor.data_ptr()]
+        found = self._known.get(name)
+        if found is None or found[0] != marks:
+            found = self._known[name] = marks, compute()
+        return found[1]
+
+
+_TABLE = "embeddings"
+
+
+# --- the requests of a manager ---
+
+
+class Batch(Requests):
+    """The requests of a manager, and the plan of a step for all variants among them.
+
+    Attributes:
+        own: what was active when the manager was made; its steps may run as captured graphs.
+        variants: the parts of the plan of a mixed step.
+        mixed: that plan; None for less than two variants.
+    """
+
+    def __init__(self, own: Variant) -> None:
+        """Start without requests.
+
+        Args:
+            own: see the class.
+        """
+        super().__init__()
+        self.own = own
+        self.variants: tuple[Variant, ...] = ()
+        self.mixed: Plan | None = None
+        self._contents = Contents()
+
+    def admit(
+        self, model: AdaptedModel, key: str, variant: Variant, input_ids: Sequence[int]
+    ) -> None:
+        """Fix what a new request uses.
+
+        Args:
+            model: of the manager.
+            key: id of the request.
+            variant: what acts on it.
+            input_ids: its prompt.
+
+        Raises:
+            CompositionError: it cannot share a step with the requests in flight.
+            StateError: the same, its id is taken, or one of its adapters is being removed.
+        """
+        with self.changed:
+            if self.pin(key) is not None:
+                raise StateError(f"a request {key!r} is in flight. Write another request_id.")
+            if going := sorted(name for name in variant.names if self.leaving[name] > 0):
+                raise StateError(
+                    f"{going[0]!r} is being deleted or replaced. Add the request again later."
+                )
+            variant = self._include(variant)
+            content = self._contents.of(model, variant)
+            base = self._contents.of(model, Variant(Plan()))
+            self.pins[key] = pinned(variant, input_ids, content, base)
+
+    def _include(self, variant: Variant) -> Variant:
+        """Let steps have requests of a variant; return the equal one if there is one."""
+        running = {id(cast("Pinned", pin).variant) for pin in self.pins.values()}
+        known = next((v for v in self.variants if v.key == variant.key), None)
+        variant = known or variant
+        others = [v for v in self.variants if id(v) in running and v is not known]
+        refuse_together([variant, *others])
+        if known is None:
+            variants = (*others, variant)
+            self.mixed, self.variants = join(variants), variants
+        return variant
+
+    def pin(self, key: str) -> Pinned | None:
+        """Return what a request uses, or the one that it was forked from; None: it is unknown."""
+        found = self.pins.get(key)
+        if found is None and _CHILD in key:
+            found = self.pins.get(key.rpartition(_CHILD)[0])
+        return cast("Pinned | None", found)
+
+    def start(self, key: str) -> None:
+        """Note that the worker has a request."""
+        if (pin := self.pin(key)) is not None:
+            pin.is_running = True
+
+    def release(self, *keys: str) -> None:
+        """Forget requests that have not been added."""
+        with self.changed:
+            for key in keys:
+                self.pins.pop(key, None)
+            self.changed.notify_all()
+
+    def settle(self, alive: Collection[str]) -> None:
+        """Forget the requests that the worker had and has no longer.
+
+        Args:
+            alive: ids of those that it has.
+        """
+        with self.changed:
+            roots = {key if key in self.pins else key.rpartition(_CHILD)[0] for key in alive}
+            ended = [
+                key
+                for key, pin in self.pins.items()
+                if cast("Pinned", pin).is_running and key not in roots
+            ]
+            self.release(*ended)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop variants with adapters that leave the model; no request uses them."""
+        with self.changed:
+            kept = tuple(v for v in self.variants if v.names.isdisjoint(names))
+            if len(kept) < len(self.variants):
+                self.mixed, self.variants = join(kept), kept
+
+
+def refuse_together(variants: Sequence[Variant]) -> None:
+    """Refuse variants whose requests cannot run in the same steps.
+
+    Raises:
+        StateError: one of several must run alone.
+    """
+    alone = next((v for v in variants if v.alone), None)
+    if alone is not None and len(variants) > 1:
+        other = next(v for v in variants if v is not alone)
+        raise StateError(
+            f"{alone.alone}, so that its requests cannot run with those of "
+            f"{other.plan.setup or 'the base model'!r}. Add them when these have ended."
+        )
+
+
+def join(variants: Sequence[Variant]) -> Plan | None:
+    """Return the plan of steps with requests of several variants; None for less than two.
+
+    Raises:
+        CompositionError: they cannot act in one step.
+    """
+    return batches.join_plans([v.plan for v in variants]) if len(variants) > 1 else None
+
+
+class Prompt(list[int]):
+    """The tokens of a request that brings its adapter along.
+
+    Attributes:
+        variant: what acts on it.
+        errors: why requests of the same call could not be added.
+    """
+
+    def __init__(self, tokens: Iterable[int], variant: Variant, errors: list[Exception]) -> None:
+        """Take the tokens."""
+        super().__init__(tokens)
+        self.variant, self.errors = variant, errors
+
+
+def prompts_of(
+    model: AdaptedModel, inputs: Sequence[Sequence[int]], adapter_names: object, new_tokens: object
+) -> list[Prompt]:
+    """Return the prompts of a call, each with its adapter.
+
+    Args:
+        model: with adapters.
+        inputs: the prompts.
+        adapter_names: one for each; None: what is active acts on all.
+        new_tokens: the most tokens that each request generates; None: as many as it can.
+
+    Raises:
+        CompositionError: adapters cannot act in one step.
+        ConfigError: there are not as many names as prompts, or the model cannot read a prompt.
+        StateError: an adapter does not act on each token by itself.
+        UnknownNameError: an adapter is unknown.
+    """
+    if adapter_names is None:
+        variants = [variant_of(model)] * len(inputs)
+    else:
+        listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
+        names = list(cast("Sequence[Any]", adapter_names)) if listed else [adapter_names]
+        if not listed or len(names) != len(inputs):
+            raise ConfigError(
+                f"adapter_names=…: {len(names)} names for {len(inputs)} requests. Write a list "
+                "with a name, or None, for each."
+            )
+        distinct = {_hashable(name): variant_of(model, name) for name in names}
+        variants = [distinct[_hashable(name)] for name in names]
+    errors: list[Exception] = []
+    found = []
+    for number, (tokens, variant) in enumerate(zip(inputs, variants, strict=True)):
+        try:
+            found.append(Prompt(checked(model, tokens, new_tokens, variant), variant, errors))
+        except ConfigError as error:
+            raise ConfigError(f"request {number}: {error}") from error
+    every = list({variant.key: variant for variant in variants}.values())
+    refuse_together(every)
+    join(every)
+    return found
+
+
+def _hashable(name: Any) -> Any:
+    return tuple(map(_hashable, name)) if isinstance(name, list) else name
+
+
+def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Variant) -> list[int]:
+    """Return the tokens of a prompt that the model can read.
+
+    A token that the model does not know, or a position, would end all requests.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    tokens = list(input_ids.tolist() if isinstance(input_ids, Tensor) else input_ids)
+    if not tokens:
+        raise ConfigError("the prompt is empty. Write at least one token.")
+    if set(map(type, tokens)) - {int}:
+        kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
+        raise ConfigError(f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7].")
+    table = cast("Any", model).get_input_embeddings()
+    tables = [getattr(table, "weight", None), *(table_of(model, name) for name in variant.names)]
+    known = max((len(weight) for weight in tables if weight is not None), default=1 << 31)
+    if min(tokens) < 0 or max(tokens) >= known:
+        wrong = next(token for token in tokens if not 0 <= token < known)
+        raise ConfigError(f"there is no token {wrong}. Write numbers from 0 to {known - 1}.")
+    positions = positions_of(model)
+    new = new_tokens if isinstance(new_tokens, int) else 1
+    if positions is not None and len(tokens) + new > positions:
+        raise ConfigError(
+            f"the prompt has {len(tokens)} tokens, {new} follow, and the model has {positions} "
+            f"positions. Write max_new_tokens={max(positions - len(tokens), 1)}, or a prompt of "
+            f"{max(positions - new, 1)} tokens."
+        )
+    return tokens
+
+
+def refuse_too_long(tokens: int, new_tokens: int | None, longest: int) -> None:
+    """Refuse a request that a cache can never hold, for which all others would fail.
+
+    Args:
+        tokens: of its prompt.
+        new_tokens: the most that it generates; None: as many as it can.
+        longest: the most tokens that the cache holds for one request.
+
+    Raises:
+        ConfigError: it is too long.
+    """
+    new = 1 if new_tokens is None else new_tokens
+    if tokens + new > longest:
+        raise ConfigError(
+            f"the prompt has {tokens} tokens, up to {new} follow, and the cache holds {longest}. "
+            "Write a larger num_blocks, or a smaller max_new_tokens."
+        )
+
+
+def positions_of(model: AdaptedModel) -> int | None:
+    """Return how many positions a sequence can have; None if that is not limited."""
+    found = getattr(config_of(model).get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+# --- transformers' classes, with requests that have adapters ---
+
+
+def adapt(model: AdaptedModel, manager: Any) -> None:
+    """Let the requests of a manager have adapters.
+
+    Args:
+        model: of the manager.
+        manager: as transformers has made it, or kept from an earlier call.
+    """
+    if isinstance(manager, BatchingManager):
+        return
+    try:
+        own = variant_of(model)
+    except AdapterZooError:
+        own = Variant(Plan(heads=model._active.plan.heads))
+    manager.__class__ = BatchingManager
+    manager.requests = Batch(own)
+    watch(manager, manager.requests)
+
+
+if is_tested():
+
+    class BatchingManager(continuous_api.ContinuousBatchingManager):
+        """A manager whose requests have adapters.
+
+        Attributes:
+            requests: those in flight.
+        """
+
+        requests: Batch
+
+        @property
+        def longest(self) -> int | None:
+            """The most tokens of a request that the cache can hold; None before there is one."""
+            return getattr(self.batch_processor, "longest", None)
+
+        def add_request(
+            self,
+            input_ids: Sequence[int],
+            request_id: str | None = None,
+            max_new_tokens: int | None = None,
+            streaming: bool = False,
+            record_timestamps: bool = False,
+            eos_token_id: int | list[int] | None = None,
+            *,
+            adapter_name: object = ACTIVE,
+            **logit_processor_kwargs: Any,
+        ) -> str | None:
+            """Add a request, as transformers does, with an adapter or none.
+
+            What it uses is fixed here: adapters that are activated, replaced or deleted later do
+            not change it.
+
+            Args:
+                input_ids: the prompt.
+                request_id: None: a new one.
+                max_new_tokens: None: that of the manager.
+                streaming: whether each token is delivered as soon as it is there.
+                record_timestamps: whether the time of each token is recorded.
+                eos_token_id: tokens that end the request; None: those of the manager.
+                adapter_name: a name or a composition, or None for the base model; by default what
+                    is active in the calling thread and task, an `AdapterSetup` included.
+                **logit_processor_kwargs: as transformers takes them.
+
+            Returns:
+                The id of the request; None if the manager takes none, or in a process that does not
+                drive its group.
+
+            Raises:
+                CompositionError: the adapter cannot act in a step with those in flight.
+                ConfigError: the prompt is empty or too long, or has unknown tokens.
+                StateError: the adapter is not one for single tokens, is merged or being deleted;
+                    or the id is taken.
+                UnknownNameError: an adapter is unknown.
+            """
+            if not self.is_tp_driver:
+                return None
+            if request_id is None:
+                with self._request_lock:
+                    request_id = f"req_{self._request_counter}"
+                    self._request_counter += 1
+            if max_new_tokens is None:
+                max_new_tokens = self.generation_config.max_new_tokens
+            try:
+                with naming("add_request()"):
+                    input_ids = self._admit(input_ids, request_id, max_new_tokens, adapter_name)
+            except Exception as error:
+                if isinstance(input_ids, Prompt):
+                    # transformers logs what goes wrong in `generate_batch`, and no more
+                    input_ids.errors.append(error)
+                raise
+            added = None
+            try:
+                added = super().add_request(
+                    input_ids, request_id, max_new_tokens, streaming, record_timestamps,
+                    eos_token_id, **logit_processor_kwargs,
+                )  # fmt: skip
+            finally:
+                if added is None:
+                    self.requests.release(request_id)
+            return added
+
+        def _admit(
+            self, input_ids: Any, request_id: str, new_tokens: int | None, adapter_name: object
+        ) -> list[int]:
+            model = cast("AdaptedModel", self.model)
+            if adapter_name is ACTIVE and isinstance(input_ids, Prompt):
+                variant = input_ids.variant
+            else:
+                variant = variant_of(model, adapter_name)
+            tokens = checked(model, input_ids, new_tokens, variant)
+            if self.longest is not None:
+                refuse_too_long(len(tokens), new_tokens, self.longest)
+            if self.distributed_helper.tp_size > 1 and variant.key != self.requests.own.key:
+                raise StateError(
+                    "the other processes of tensor parallelism do not know the adapter of a "
+                    "request. Activate it in all of them before the manager is made."
+                )
+            self.requests.admit(model, request_id, variant, tokens)
+            return tokens
+
+        def add_requests(
+            self, inputs: Sequence[Sequence[int]], *args: Any, adapter_names: Any = None,
+            **kwargs: Any,
+        ) -> list[str]:  # fmt: skip
+            """Add several requests, as transformers does; all or none.
+
+            Args:
+                inputs: the prompts.
+                *args: as transformers takes them.
+                adapter_names: a name, a composition or None for each; None: what is active acts on
+                    all.
+                **kwargs: as transformers takes them.
+
+            Returns:
+                The ids of the requests.
+
+            Raises:
+                AdapterZooError: as for `add_request`.
+            """
+            if adapter_names is not None or not all(isinstance(each, Prompt) for each in inputs):
+                new_tokens = args[0] if args else kwargs.get("max_new_tokens")
+                if new_tokens is None:
+                    new_tokens = self.generation_config.max_new_tokens
+                with naming("add_requests()"):
+                    model = cast("AdaptedModel", self.model)
+                    inputs = prompts_of(model, inputs, adapter_names, new_tokens)
+            return super().add_requests(cast("Any", inputs), *args, **kwargs)
+
+        def warmup(self) -> None:
+            """Warm up with what was active when the manager was made."""
+            model = cast("AdaptedModel", self.model)
+            with model._active.overridden(_graphed(self.requests.own)):
+                super().warmup()
+
+        def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                with values_kept():
+                    super()._run_generation_loop(*args, **kwargs)
+            finally:
+                self.requests.release(*self.requests.pins)
+
+        def _create_batch_processor(self) -> Any:
+            processor: Any = super()._create_batch_processor()
+            if not isinstance(processor, _Processor):
+                processor.__class__ = _Processor
+                processor.requests = processor.cache.requests = self.requests
+                processor.cache.__class__ = _Cache
+                processor.longest = infer_max_single_request_tokens(processor.cache)
+                # instead of the scheduler's own, whose class the user chooses
+                processor.scheduler.add_waiting_request = functools.partial(
+                    processor.add_waiting_request, processor.scheduler.add_waiting_request
+                )
+            return processor
+
+    class _Processor(continuous_api.ContinuousBatchProcessor):
+        """Runs each step with the adapters of its requests.
+
+        Attributes:
+            requests: of the manager.
+            longest: the most tokens of a request that the cache can hold.
+        """
+
+        requests: Batch
+        longest: int
+
+        def add_waiting_request(self, add: Any, state: Any) -> None:
+            """Schedule a request.
+
+            Args:
+                add: the method of the scheduler.
+                state: of the request.
+
+            Raises:
+                ConfigError: the cache can never hold it, for which all requests would fail.
+            """
+            self.requests.start(state.request_id)
+            size = len(state.initial_tokens)
+            refuse_too_long(size, state.max_new_tokens, self.longest)
+            if state.max_new_tokens is None:
+                state.max_new_tokens = state._new_tokens_limit = self.longest - size
+            add(state)
+
+        def _handle_request_error(self, error: Exception, state: Any) -> None:
+            self.requests.start(state.request_id)
+            super()._handle_request_error(error, state)
+
+        def prepare_next_batch(self) -> bool:
+            """Return whether there is a step to run."""
+            found = super().prepare_next_batch()
+            self._settle()
+            return bool(found)
+
+        def update_batch(self) -> None:
+            """Take the tokens of a step."""
+            super().update_batch()
+            self._settle()
+
+        def _settle(self) -> None:
+            scheduler = self.scheduler
+            self.requests.settle([*scheduler.active_requests, *scheduler.waiting_requests])
+
+        def _generation_step(self, model: nn.Module) -> None:
+            batch = self.inputs_and_outputs
+            if isinstance(batch, ContinuousBatchingAsyncIOs):
+                batch = batch.io_pairs[batch.current_pair].host_io
+            own = Pinned(self.requests.own)
+            pins = [
+                self.requests.pin(each.state.request_id) or own for each in batch.requests_in_batch
+            ]
+            plan, is_own = self._plan(model, batch, pins)
+            with (
+                cast("Any", model)._active.overridden(plan),
+                _prompts(cast("Any", model), plan, batch, pins),
+                _eagerly(self.model_runner, not is_own),
+            ):
+                super()._generation_step(model)
+
+        def _plan(self, model: nn.Module, batch: Any, pins: Sequence[Pinned]) -> tuple[Plan, bool]:
+            """Return the plan of a step, and whether a captured graph has it."""
+            variants = {id(pin.variant): pin.variant for pin in pins}
+            if len(variants) == 1:
+                (only,) = variants.values()
+                is_own = only.key == self.requests.own.key and not only.invocations
+                return only.plan, is_own
+            with self.requests.changed:
+                mixed, known = self.requests.mixed, self.requests.variants
+            numbers = {id(variant): number for number, variant in enumerate(known)}
+            parts = [numbers[id(pin.variant)] for pin in pins]
+            segments = [
+                (part, each.query_length)
+                for part, each in zip(parts, batch.requests_in_batch, strict=True)
+            ]
+            # graphs have sequences of fixed lengths
+            more = batch.num_q_tokens - sum(size for _, size in segments)
+            segments += [(parts[-1], more)] if more else []
+            outputs: tuple[int, ...] | None = None
+            if self.model_runner.supports_logits_to_keep(model):
+                count = batch._get_num_sequences(use_padding=self.model_runner.pad_inputs)
+                own = [
+                    part
+                    for part, each in zip(parts, batch.requests_in_batch, strict=True)
+                    if each.has_new_token
+                ]
+                # the others are the first token of the sequence, whose logits are not read
+                outputs = (*own, *[parts[0]] * (count - len(own)))
+            rows = PackedRows(segments=tuple(segments), outputs=outputs, known=len(known))
+            return replace(cast("Plan", mixed), rows=rows), False
+
+    class _Cache(PagedAttentionCache):
+        """Shares blocks among requests whose adapters have the same content.
+
+        Attributes:
+            requests: of the manager.
+        """
+
+        requests: Batch
+
+        def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+            """Return how many tokens of a prompt the cache has."""
+            return int(
+                super().search_prefix_match(request_id, self._hashed(request_id, prompt_ids))
+            )
+
+        def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+            """Let other requests share the blocks that a request has filled."""
+            if complete_blocks:
+                tokens = self._hashed(
+                    state.request_id, state.initial_tokens + state.generated_tokens
+                )
+                state = types.SimpleNamespace(
+                    request_id=state.request_id, status=state.status, initial_tokens=tokens,
+                    generated_tokens=[],
+                )  # fmt: skip
+            super().mark_complete_blocks(state, complete_blocks)
+
+        def _hashed(self, request_id: str, tokens: list[int]) -> list[int]:
+            pin = self.requests.pin(request_id)
+            if pin is None or not pin.salt:
+                return tokens
+            block = min(each.tokens_per_page for each in self.cache_allocators.values())
+            return pin.hashed(tokens, block)
+
+
+def _graphed(own: Variant) -> Plan:
+    """Return the plan whose steps may be captured: those that wait for an invocation differ."""
+    return Plan(heads=own.plan.heads) if own.invocations else own.plan
+
+
+@contextmanager
+def _prompts(model: AdaptedModel, plan: Plan, batch: Any, pins: Sequence[Pinned]) -> Iterator[None]:
+    """Let adapters know where in the sequences of a step they act."""
+    sequences = dict.fromkeys(s for pin in pins for s in pin.variant.invocations)
+    if not sequences:
+        yield
+        return
+    lengths = tuple(each.query_length for each in batch.requests_in_batch)
+    starts = {s: tuple(pin.starts.get(s, NEVER) for pin in pins) for s in sequences}
+    context = model._active.call
+    outer = context.generation
+    context.generation = Generation(plan.stacks, packed=PackedPrompts(lengths, starts))
+    try:
+        yield
+    finally:
+        context.generation = outer
+
+
+@contextmanager
+def _eagerly(runner: Any, is_eager: bool) -> Iterator[None]:
+    """Run no captured graph and no compiled code: they have the adapters of another step."""
+    if is_eager:
+        forward = runner._forward_process_and_sample
+        runner._get_forward_fn = lambda use_block_table: (forward, False)
+    try:
+        yield
+    finally:
+        if is_eager:
+            del runner._get_forward_fn

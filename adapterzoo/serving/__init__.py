@@ -1,0 +1,1 @@
+"""Serving: transformers' server, with an adapter for each request."""

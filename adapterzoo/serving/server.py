@@ -1,0 +1,495 @@
+"""`adapterzoo serve`: transformers' own server, where `model="base:adapter"` names the adapter.
+
+The routes, their handlers and the continuous batching are those of transformers. A gate before them
+reads each request once: it finds the adapter, refuses what the handlers would ignore or fail at,
+and lets nothing else through. No name in a request reaches a disk or the Hub: the base model and
+its adapters are loaded before the server starts.
+
+This file has all that the library knows of the inside of `transformers.cli.serving`, as it is in
+the versions of `batching.TESTED`: `build_server`, `ModelManager`, `GenerationState.get_manager`,
+`CBGenerateManager.init_cb` and `_cb`, the two handlers, and that a handler adds its request in the
+task that the gate has called.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from adapterzoo.errors import AdapterZooError, ConfigError, StateError, UnknownNameError
+from adapterzoo.model.hf import batching
+
+Message: TypeAlias = "dict[str, Any]"
+Receive: TypeAlias = "Callable[[], Awaitable[Message]]"
+Send: TypeAlias = "Callable[[Message], Awaitable[None]]"
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROUTES = frozenset(
+    {("GET", "/v1/models"), ("GET", "/health"), ("POST", COMPLETIONS), ("POST", CHAT)}
+)
+"""What is let through; others unload the model, or load the one that a request names."""
+
+# bytes of a request
+_LONGEST = 16 * 2**20
+# fields that every request may have
+_FIELDS = {"model", "stream", "temperature", "top_p", "user"}
+# values of fields that change nothing; others would be ignored, or change what other requests get
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "stop": ([], ""),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
+    "seed": (), "suffix": (), "generation_config": (),
+    "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
+}  # fmt: skip
+
+
+class RefusedRequest(Exception):  # noqa: N818  no error of the library's tree
+    """A request that is answered with a status and a reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        """Keep both."""
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        adapter: its name; None for the base model.
+        new_tokens: the most tokens to generate; None: as many as there is room for.
+    """
+
+    adapter: str | None = None
+    new_tokens: int | None = None
+
+
+_asked: ContextVar[Asked] = ContextVar("_asked")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A base model with adapters, as requests name them.
+
+    Attributes:
+        name: of the base model.
+        model: with the adapters.
+        tokenizer: of the base model.
+        settings: how tokens are sampled, for all requests.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    settings: Any
+
+    @property
+    def names(self) -> list[str]:
+        """What a request may write as its model."""
+        return [self.name, *(f"{self.name}:{each}" for each in self.model.adapters_config)]
+
+    def checked(self, path: str, body: object) -> Asked:
+        """Return what a request asks for.
+
+        Args:
+            path: of the route.
+            body: of the request.
+
+        Raises:
+            RefusedRequest: a field is wrong, or asks for what this server does not do.
+        """
+        if not isinstance(body, dict):
+            raise RefusedRequest(400, "the body is not a JSON object. Write {…}.")
+        name = body.get("model")
+        if not isinstance(name, str):
+            raise RefusedRequest(400, f"model={name!r} is not a name. Write {self.name!r}.")
+        if name not in self.names:
+            raise RefusedRequest(404, f"there is no model {name!r}. See GET /v1/models.")
+        own = "messages" if path == CHAT else "prompt"
+        lengths = ("max_completion_tokens", "max_tokens")[path != CHAT :]
+        for field, value in body.items():
+            neutral = (None, *_NEUTRAL.get(field, ()))
+            is_neutral = any(value == each and type(value) is type(each) for each in neutral)
+            if field not in {*_FIELDS, *lengths, own} and not (field in _NEUTRAL and is_neutral):
+                raise RefusedRequest(400, f"{field!r} has no effect here. Leave it out.")
+        self._check_text(own, body.get(own))
+        if not isinstance(body.get("stream", False), (bool, type(None))):
+            raise RefusedRequest(400, "stream is true or false.")
+        given = [body[field] for field in lengths if body.get(field) is not None]
+        for tokens in given:
+            if type(tokens) is not int or tokens < 1:
+                raise RefusedRequest(400, f"{lengths[0]}={tokens!r} is not a number from 1 on.")
+        self._check_sampling(body)
+        adapter = name.removeprefix(self.name).removeprefix(":")
+        return Asked(adapter or None, given[0] if given else None)
+
+    def _check_text(self, field: str, value: object) -> None:
+        """Check the prompt or the messages of a request."""
+        texts: list[object] = [value]
+        if field == "messages":
+            if self.tokenizer.chat_template is None:
+                raise RefusedRequest(400, f"{self.name!r} has no chat template. Use {COMPLETIONS}.")
+            messages = value if isinstance(value, list) else []
+            if not messages or not all(isinstance(each, dict) for each in messages):
+                raise RefusedRequest(400, "messages are a list of objects with role and content.")
+            parts = [part for each in messages for part in _parts(each.get("content"))]
+            texts = [*(each.get("role") for each in messages), *parts]
+            if any(each.keys() - {"role", "content", "name"} for each in messages):
+                raise RefusedRequest(400, "messages have role and content, and nothing else.")
+        for text in texts:
+            # some strings of JSON are no text
+            if not isinstance(text, str) or not _is_text(text):
+                raise RefusedRequest(400, f"{field} has to be text, and has {type(text).__name__}.")
+
+    def _check_sampling(self, body: Mapping[str, Any]) -> None:
+        """Check that a request is sampled as all others are."""
+        own = self.settings
+        values = {
+            "temperature": (own.temperature or 1.0) if own.do_sample else 0.0,
+            "top_p": (own.top_p or 1.0) if own.do_sample else 1.0,
+        }
+        for field, value in values.items():
+            asked = body.get(field)
+            if asked is None:
+                continue
+            if type(asked) not in (int, float) or not math.isfinite(asked):
+                raise RefusedRequest(400, f"{field}={asked!r} is not a number.")
+            if asked != value and (field == "temperature" or own.do_sample):
+                raise RefusedRequest(
+                    400, f"{field}={asked}: all requests are sampled with {value}. Leave it out."
+                )
+
+
+def _parts(content: object) -> list[object]:
+    """Return the texts of a message."""
+    if not isinstance(content, list):
+        return [content]
+    return [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Gate:
+    """Before the application: what is not let through is answered here."""
+
+    def __init__(self, app: Any, served: Served) -> None:
+        """Stand before an application.
+
+        Args:
+            app: of transformers.
+            served: what it serves.
+        """
+        self.app, self.served = app, served
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # requests are told apart by it, and one of a client may be taken
+        headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+        scope = {**scope, "headers": headers}
+        try:
+            if (scope["method"], scope["path"]) not in ROUTES:
+                raise RefusedRequest(404, f"there is no {scope['method']} {scope['path']}.")
+            if scope["method"] == "POST":
+                body = await _body(receive)
+                _asked.set(self.served.checked(scope["path"], _document(body)))
+                receive = _again(body, receive)
+        except RefusedRequest as error:
+            await _answer(send, error.status, str(error))
+            return
+        await self.app(scope, receive, send)
+
+
+async def _body(receive: Receive) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        RefusedRequest: it is too long, or the client has gone.
+    """
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise RefusedRequest(400, "the request has no end.")
+        parts.append(message.get("body", b""))
+        if sum(map(len, parts)) > _LONGEST:
+            raise RefusedRequest(413, f"the body is longer than {_LONGEST} bytes.")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _document(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise RefusedRequest(400, "the body is not JSON.") from None
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a function that gives a body which has been read, and then what else comes."""
+    parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def give() -> Message:
+        return next(parts, None) or await receive()
+
+    return give
+
+
+async def _answer(send: Send, status: int, reason: str) -> None:
+    """Answer a request with an error, in the form of OpenAI."""
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(_error(reason)).encode()})
+
+
+def _error(reason: str) -> dict[str, Any]:
+    return {"error": {"message": reason, "type": "invalid_request_error", "code": None}}
+
+
+def _status(error: AdapterZooError) -> int:
+    """Return the status of what is wrong with a request that the gate has let through."""
+    if isinstance(error, UnknownNameError):
+        return 404
+    # such as an adapter that is being replaced
+    return 503 if isinstance(error, StateError) else 400
+
+
+def load(
+    base: str, adapters: Iterable[str], *, name: str | None = None, device: str | None = None,
+    dtype: str = "auto", temperature: float | None = None,
+) -> Served:  # fmt: skip
+    """Load a base model and its adapters.
+
+    Args:
+        base: folder or name on the Hub.
+        adapters: folders or names on the Hub, or `NAME=FOLDER`.
+        name: of the base model for requests; None: that of the folder, or on the Hub.
+        device: None: a GPU if there is one.
+        dtype: of the base model; "auto": that of its file.
+        temperature: of all requests; 0 for the likeliest tokens; None: that of the base model.
+
+    Raises:
+        ConfigError: a temperature is not legal.
+        StateError: an adapter cannot share steps with others; or this transformers has not been
+            tested.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from adapterzoo.model import init
+
+    batching.refuse_untested()
+    on = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=False)
+    model: Any = init(plain.to(on).eval())
+    for each in adapters:
+        own, is_named, folder = each.partition("=")
+        options = {"load_as": own} if is_named else {}
+        loaded = model.load_adapter(folder if is_named else each, **options)
+        variant = batching.variant_of(model, loaded)
+        if variant.alone:
+            raise StateError(
+                f"--adapters {each}: {variant.alone}, so that requests of others cannot run beside "
+                "it. Serve it without others, merged: adapterzoo merge."
+            )
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    settings = model.generation_config
+    if temperature is not None:
+        if not math.isfinite(temperature) or temperature < 0:
+            raise ConfigError(f"--temperature {temperature} is not legal. Write 0 or more.")
+        settings.do_sample = temperature > 0
+        settings.temperature = temperature or None
+    shown = Path(base).name if Path(base).is_dir() else base
+    return Served(name or shown, model, tokenizer, settings)
+
+
+def application(served: Served, **options: Any) -> tuple[Any, Any]:
+    """Return the application of a server, and the manager of its requests, which runs.
+
+    Args:
+        served: the model.
+        **options: of `ContinuousBatchingConfig`.
+
+    Raises:
+        StateError: a package for serving is not installed.
+    """
+    try:
+        from fastapi.responses import JSONResponse
+        from transformers.cli.serving.chat_completion import ChatCompletionHandler
+        from transformers.cli.serving.completion import CompletionHandler
+        from transformers.cli.serving.model_manager import ModelManager
+        from transformers.cli.serving.server import build_server
+        from transformers.cli.serving.utils import GenerationState
+        from transformers.utils.import_utils import is_serve_available
+    except ImportError as error:
+        raise StateError(f"{error}. Write pip install 'adapterzoo[serve]'.") from error
+    if not is_serve_available():
+        raise StateError("openai or uvicorn is missing. Write pip install 'adapterzoo[serve]'.")
+    from jinja2 import TemplateError
+    from transformers import ContinuousBatchingConfig
+
+    class Manager(ModelManager):
+        """Knows one model, which nothing unloads, and loads none."""
+
+        def __init__(self) -> None:
+            super().__init__(device=str(served.model.device), model_timeout=-1)
+
+        @staticmethod
+        def process_model_name(model_id: str) -> str:
+            return model_id
+
+        def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return served.model, served.tokenizer
+
+        def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+            shown = {"object": "model", "created": 0, "owned_by": ""}
+            return [{"id": name, **shown} for name in served.names]
+
+        def shutdown(self) -> None:
+            pass
+
+    class State(GenerationState):
+        """Has one manager for all names of the model."""
+
+        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+            return super().get_manager(served.name, use_cb=True)
+
+    state = State(continuous_batching=True, cb_config=ContinuousBatchingConfig(**options))
+    own = state.get_manager(served.name)
+    own.init_cb(served.model, served.settings)
+    requests = own._cb
+    requests.__class__ = ServedRequests
+    requests.forwards = {}
+    models = Manager()
+    # the gate lets no request of others through
+    others: Any = dict.fromkeys(("response_handler", "transcription_handler", "systemone_handler"))
+    app = build_server(
+        models,
+        ChatCompletionHandler(model_manager=models, generation_state=state),
+        completion_handler=CompletionHandler(model_manager=models, generation_state=state),
+        generation_state=state,
+        **others,
+    )
+
+    async def refused(_: object, error: Any) -> JSONResponse:
+        return JSONResponse(_error(str(error)), status_code=_status(error))
+
+    async def no_chat(_: object, error: Any) -> JSONResponse:
+        return JSONResponse(_error(f"the chat template: {error}"), status_code=400)
+
+    app.add_exception_handler(AdapterZooError, refused)
+    app.add_exception_handler(TemplateError, no_chat)
+    app.add_middleware(Gate, served=served)
+    return app, requests
+
+
+class ServedRequests(batching.BatchingManager):
+    """A manager that finds the adapter of a request in the task that adds it.
+
+    Attributes:
+        forwards: id of a request that is streamed → what delivers its first tokens.
+    """
+
+    forwards: dict[str, Forward]
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str | None:
+        """Add a request with the adapter that it asks for.
+
+        Args:
+            input_ids: the prompt.
+            request_id: its id.
+            max_new_tokens: a default of the server, if the request asks for no number.
+            streaming: whether each token is delivered as soon as it is there.
+            *args: as transformers takes them.
+            **kwargs: the same.
+
+        Raises:
+            AdapterZooError: as for any manager.
+        """
+        asked, key = _asked.get(), str(request_id)
+        if asked.new_tokens is None:
+            most = [batching.positions_of(cast("Any", self.model)), self.longest]
+            room = [each - len(input_ids) for each in most if each is not None]
+            max_new_tokens = max(min([*room, *([max_new_tokens] if max_new_tokens else [])]), 1)
+        if streaming:
+            # transformers registers the receiver only after the first token may be there
+            self.forwards[key] = Forward()
+            super().register_result_handler(key, self.forwards[key])
+        try:
+            return super().add_request(
+                input_ids, request_id, max_new_tokens, streaming, *args,
+                adapter_name=asked.adapter, **kwargs,
+            )  # fmt: skip
+        except AdapterZooError:
+            self.forwards.pop(key, None)
+            self.output_router.result_handlers.pop(key, None)
+            raise
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], Any]) -> None:
+        """Deliver the tokens of a request to a function, from the first one on."""
+        forward = self.forwards.pop(request_id, None)
+        if forward is None:
+            super().register_result_handler(request_id, callback)
+        else:
+            forward.callback = callback
+
+
+class Forward:
+    """Delivers results to a function that is not known yet.
+
+    Both happen in the event loop, which runs this only after the task has registered the function.
+    """
+
+    callback: Callable[[Any], Any] | None = None
+
+    def __call__(self, result: Any) -> None:
+        """Deliver a result."""
+        if self.callback is not None:
+            self.callback(result)
+
+
+def run(served: Served, host: str, port: int, **options: Any) -> None:
+    """Serve until the process is interrupted.
+
+    Args:
+        served: the model.
+        host: the address to listen at.
+        port: the same.
+        **options: of `ContinuousBatchingConfig`.
+    """
+    app, requests = application(served, **options)
+    import uvicorn
+
+    try:
+        # the worker makes the cache, without which no request can be admitted
+        while requests.is_running() and requests.batch_processor is None:
+            time.sleep(0.01)
+        uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="info")).run()
+    finally:
+        requests.stop(hard_stop=True)
+        requests.destroy()
