@@ -380,6 +380,9 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 @click.option("--for", "server", type=click.Choice(SERVERS[:-1]),
               help="Prove that this server computes what the adapter computes here.")  # fmt: skip
 @click.option("--adapter", metavar="SRC", help="With --for: the adapter that was exported to PATH.")
+@click.option("--converter", metavar="FILE",
+              help="With --for gguf: convert_lora_to_gguf.py of llama.cpp, to run instead of "
+              "following its rules.")  # fmt: skip
 @_revision
 @_json
 def verify_command(
@@ -388,6 +391,7 @@ def verify_command(
     fingerprint: str | None,
     server: str | None,
     adapter: str | None,
+    converter: str | None,
     revision: str | None,
     as_json: bool,
 ) -> None:
@@ -404,15 +408,16 @@ def verify_command(
     """
     if server is not None and model is None:
         raise click.UsageError("--for needs --model with the base model.")
-    if server is None and adapter is not None:
-        raise click.UsageError("--adapter needs --for with a server.")
+    for option, value in {"adapter": adapter, "converter": converter}.items():
+        if server is None and value is not None:
+            raise click.UsageError(f"--{option} needs --for with a server.")
 
     from .checkpoints import open_checkpoint
     from .inspecting import prove, verify
 
     be_quiet(False)
     if server is not None:
-        proof = prove(path, server, str(model), adapter, revision)
+        proof = prove(path, server, str(model), adapter, revision, converter)
         if as_json:
             print_json(proof.to_dict())
         else:

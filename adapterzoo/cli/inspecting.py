@@ -98,7 +98,14 @@ def verify(
     return facts
 
 
-def prove(path: str, server: str, model: str, adapter: str | None, revision: str | None) -> Proof:
+def prove(
+    path: str,
+    server: str,
+    model: str,
+    adapter: str | None,
+    revision: str | None,
+    converter: str | None,
+) -> Proof:
     """Compare what a server computes with a folder with what the adapter computes here.
 
     Args:
@@ -107,13 +114,14 @@ def prove(path: str, server: str, model: str, adapter: str | None, revision: str
         model: the base model.
         adapter: the adapter that was exported, folder or `user/repository`; None: that of `path`.
         revision: of `path` on the Hub.
+        converter: of llama.cpp, to run; None: its rules are followed.
 
     Raises:
         CheckpointError: a folder or the model cannot be read.
     """
     folder = hub.resolve(path, revision)
     original = None if adapter is None else hub.resolve(adapter)
-    return serving.verify(folder, server, model, original)
+    return serving.verify(folder, server, model, original, converter=converter)
 
 
 def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:

@@ -18,11 +18,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from adapterzoo.errors import AdapterZooError, CheckpointError, listing, names_call, unknown_name
+from adapterzoo.errors import (
+    AdapterZooError,
+    CheckpointError,
+    ConfigError,
+    listing,
+    names_call,
+    unknown_name,
+)
 from adapterzoo.model import init
 from adapterzoo.model.conversion import difference, plain_outputs, random_inputs
 
-from .readers import READERS, Reading, apply, opened, untie
+from .readers import READERS, Reading, apply, gguf, opened, untie
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -120,6 +127,7 @@ def verify(
     *,
     inputs: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
+    converter: StrPath | None = None,
 ) -> Proof:
     """Compare what a server computes with a folder with what the adapter computes here.
 
@@ -132,18 +140,26 @@ def verify(
         inputs: arguments of a call of the model; None: random ones.
         tolerance: how much of the adapter's change of the logits they may differ; None: what the
             dtype of the file allows.
+        converter: for "gguf": path of llama.cpp's `convert_lora_to_gguf.py`, which is run, and
+            whose file is compared; None: its rules are followed.
 
     Raises:
+        ConfigError: another server is given a converter.
         CheckpointError: there is no such folder, or the model cannot be loaded.
         UnknownNameError: there is no reader for the server.
     """
     if server not in READERS:
         raise unknown_name("", "server", server, READERS)
+    if converter is not None and server != "gguf":
+        raise ConfigError(f"{server!r} reads PEFT's files. Leave converter out.")
     reader = READERS[server]
     config, tensors = opened(Path(folder))
     base = _base(model, tensors)
     try:
-        reading = reader.read(config, tensors, base)
+        if converter is None:
+            reading = reader.read(config, tensors, base)
+        else:
+            reading = gguf.convert(os.fspath(converter), os.fspath(folder), base)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # the server's own code stumbles there too
         reading = Reading(refused=[f"{type(error).__name__}: {error}"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import gguf, punica, sglang, vllm
 from .reading import Reading, Update, apply, opened, untie
 
-__all__ = ["READERS", "Reader", "Reading", "Update", "apply", "opened", "untie"]
+__all__ = ["READERS", "Reader", "Reading", "Update", "apply", "gguf", "opened", "untie"]
 
 
 @dataclass(frozen=True, slots=True)
