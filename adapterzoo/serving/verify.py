@@ -26,10 +26,10 @@ from adapterzoo.errors import (
     names_call,
     unknown_name,
 )
-from adapterzoo.model import init
+from adapterzoo.model import init, merging
 from adapterzoo.model.conversion import difference, plain_outputs, random_inputs
 
-from .readers import READERS, Reading, apply, gguf, opened, untie
+from .readers import READERS, Reading, apply, gguf, opened
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -251,10 +251,7 @@ def _served(base: Any, reading: Reading) -> Any:
 
 def _here(base: Any, folder: StrPath) -> Any:
     """Return the model with the adapter of a folder, as it is loaded here."""
-    plain = copy.deepcopy(base)
-    # merging it must not change other layers
-    untie(plain)
-    model = init(plain).eval()
+    model = init(copy.deepcopy(base)).eval()
     model.load_adapter(folder, load_as=_ADAPTER, set_active=True, dtype=base.dtype)
     return model
 
@@ -265,7 +262,9 @@ def _weights(
 ) -> tuple[tuple[str, ...], tuple[Wrong, ...]]:
     """Return the weights that the server leaves, and those that it changes in another way."""
     try:
-        here.merge_adapter(_ADAPTER)
+        # as for the server, a layer is changed, and not what shares its weight
+        with merging.untied_for(here, [_ADAPTER]):
+            here.merge_adapter(_ADAPTER)
     except AdapterZooError:
         # not a change of weights: the logits say all there is
         return (), ()

@@ -9,10 +9,11 @@ import peft
 import pytest
 import serving_table  # noqa: F401  adds classes of models
 import torch
-from families import tiny_config
+from families import FAMILIES, tiny_config
 from peft_world import CONFIG, QUIET, TENSORS, built, ours, plain
 from safetensors.torch import load_file
 from snapshots import refused, stir
+from transformers import AutoConfig
 
 import adapterzoo
 from adapterzoo import AdapterConfig
@@ -71,6 +72,32 @@ def test_experts_have_the_names_of_the_checkpoint(tmp_path):
         assert f"base_model.model.model.layers.1.{name}.lora_A.weight" in tensors
         targets = json.loads((tmp_path / family / CONFIG).read_text())["target_modules"]
         assert targets == ["down_proj", "gate_proj", "up_proj"]
+
+
+def test_experts_are_counted_in_the_weights(tmp_path):
+    # as the configs on the Hub are
+    given = {k: v for k, v in FAMILIES["qwen3_moe"].items() if k != "num_local_experts"}
+    config = AutoConfig.for_model("qwen3_moe", **given)
+    config._experts_implementation = "eager"
+    model = adapterzoo.init(built("Qwen3MoeForCausalLM", config))
+    model.add_adapter("a", "lora[r=4,intermediate_lora=True,output_lora=True]")
+    stir(model, "a")
+    model.save_adapter(tmp_path / "a", "a")
+    served(model, tmp_path / "served", "vllm")
+    base = built("Qwen3MoeForCausalLM", config).double()
+    assert verify(tmp_path / "served", "vllm", base, tmp_path / "a").is_equal
+
+
+def test_a_model_with_named_heads_writes_the_same(tmp_path):
+    plain("mixtral").save_pretrained(tmp_path / "base")
+    model = adapterzoo.AutoAdapterModel.from_pretrained(tmp_path / "base")
+    model.add_adapter("a", "lora[r=4,intermediate_lora=True,attn_matrices=['k'],leave_out=[0]]")
+    stir(model, "a")
+    with refused(model, CheckpointError, "copies of 'lm_head' would not", "with_head=False"):
+        served(model, tmp_path / "served", "vllm")
+    model.save_adapter(tmp_path / "a", "a", with_head=False)
+    served(model, tmp_path / "served", "vllm", with_head=False)
+    assert verify(tmp_path / "served", "vllm", tmp_path / "base", tmp_path / "a").is_equal
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -173,6 +200,8 @@ REFUSED = [
     ("ia3", {}, "PEFT's IA3", {"energy": 1.0}),
     (TABLE, {}, "'model.embed_tokens' would not be adapted", {"serve": "sglang"}),
     (TABLE, {"serve": "tgi"}, "'model.embed_tokens' would not be adapted", {"serve": "vllm"}),
+    ("lora[modules_to_save=['lm_head']]", {}, "trained copies", {"with_head": False}),
+    ("lora[modules_to_save=['norm']]", {"serve": "vllm"}, "trained copies of", "merge"),
     ("seq_bn", {}, "only LoRA is read", None),
     ("loreft", {}, "only LoRA is read", None),
     ("prefix_tuning", {}, "only LoRA is read", None),
@@ -187,7 +216,9 @@ REFUSED = [
 def test_what_no_server_reads_is_refused_and_the_hint_works(config, given, says, instead, tmp_path):
     model = adapted(config)
     hint = "Write save_adapter(…) without serve"
-    if instead is not None:
+    if instead == "merge":
+        hint = "merge_and_unload(['a']).save_pretrained(…)"
+    elif instead is not None:
         (name, value), *_ = instead.items()
         hint = f"{name}={value!r}" if name != "energy" else "energy=0.99"
     with refused(model, CheckpointError, says, hint, "Nothing has been written"):
@@ -195,6 +226,8 @@ def test_what_no_server_reads_is_refused_and_the_hint_works(config, given, says,
     assert not (tmp_path / "served").exists()
     if instead is None:
         model.save_adapter(tmp_path / "served", "a")
+    elif instead == "merge":
+        model.merge_and_unload(["a"]).save_pretrained(tmp_path / "served")
     else:
         served(model, tmp_path / "served", **{**given, **instead})
 
@@ -211,6 +244,12 @@ def test_models_that_are_not_known_are_refused(tmp_path):
     with refused(model, CheckpointError, "layers of 'gpt2' models are not known", "serve='lorax'"):
         served(model, tmp_path / "served", "vllm")
     assert served(model, tmp_path / "served", "lorax").is_exact
+
+
+def test_trained_biases_are_refused(tmp_path):
+    model = adapted("lora[bias='all']", "qwen2")
+    with refused(model, CheckpointError, "v_proj.base_layer.bias' would not", "merge_and_unload"):
+        served(model, tmp_path / "served")
 
 
 def test_a_rank_that_is_too_large_is_refused(tmp_path):

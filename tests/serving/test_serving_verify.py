@@ -225,16 +225,21 @@ def test_a_folder_of_the_base_model_will_do(folders, tmp_path):
     assert proof.difference > 0
 
 
-def test_a_tied_table_is_adapted_alone(tmp_path):
+@pytest.mark.parametrize("tying", [False, True], ids=["alone", "with the output layer"])
+def test_a_tied_table_is_adapted(tying, tmp_path):
     config = tiny_config("llama")
     config.tie_word_embeddings = True
     tied = built("LlamaForCausalLM", config)
     base = built("LlamaForCausalLM", config).double()
     model = adapterzoo.init(tied)
-    model.add_adapter("a", "lora[r=8,target_modules=['embed_tokens']]")
+    model.add_adapter("a", f"lora[target_modules=['embed_tokens'],ensure_weight_tying={tying}]")
     stir(model, "a")
     model.save_adapter(tmp_path / "served", "a", format="peft", serve="vllm")
-    assert verify(tmp_path / "served", "vllm", base).is_equal
+    model.save_adapter(tmp_path / "a", "a")
+    proof = verify(tmp_path / "served", "vllm", base, tmp_path / "a")
+    assert proof.is_equal
+    found = {key for key in load_file(tmp_path / "served" / TENSORS) if "lm_head" in key}
+    assert bool(found) is tying
     # the model that was given is as it was
     assert base.lm_head.weight is base.model.embed_tokens.weight
 

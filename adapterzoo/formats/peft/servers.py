@@ -331,7 +331,9 @@ def for_server(
             name for name, other in servers.items()
             if name != "any" and other is not server and _reads(checkpoint, info, other)
         ]  # fmt: skip
-        hints = [*instead, *(argument("serve", name) for name in readers)]
+        headless = replace(checkpoint, head={}, metadata={**checkpoint.metadata, "head": None})
+        without = [argument("with_head", False)] if _reads(headless, info, server) else []
+        hints = [*instead, *without, *(argument("serve", name) for name in readers)]
         return inexpressible(f"{server.title}: {why}", *(hints or [otherwise]))
 
     try:
@@ -362,19 +364,19 @@ def _folder(
             f"layers of {info.model_type!r} models are not known to be adapted, only of {known}"
         )
     fields, tensors = encoded(checkpoint, info)
-    task, head = head_for(checkpoint, info)
-    modules = info.modules(task.model_class)
+    modules = info.modules(head_for(checkpoint, info)[0].model_class)
     factors, rest = _factors(fields, tensors, info)
+    if not factors:
+        raise _UnreadError("the adapter changes no layer")
     if lost := factors.keys() - {*_adapted(layers, factors, info, server)}:
         kinds = sorted({_EXPERTS.sub("", _within(path) or path) for path in lost})
         raise _UnreadError(f"{listing(kinds)} would not be adapted")
     saved = fields.get("modules_to_save") or ()
     if wrong := sorted({*saved} - server.heads):
-        of_head = all(any(key.startswith(f"{name}.") for key in head) for name in wrong)
-        instead = (argument("with_head", False),) if of_head else ()
-        raise _UnreadError(f"trained copies of {listing(wrong)} would not be loaded", *instead)
+        raise _UnreadError(f"trained copies of {listing(wrong)} would not be loaded")
     if wrong := sorted(key for key in rest if not any(f".{name}." in key for name in saved)):
-        raise _UnreadError(f"{listing(wrong)} would not be loaded")
+        kinds = sorted({_within(key) or key for key in wrong})
+        raise _UnreadError(f"{listing(kinds)} would not be loaded")
     factors = _complete(factors, layers, modules, bool(fields.get("fan_in_fan_out")), info)
     largest = max(each.a.shape[0] for each in factors.values())
     rank = _LEAST if largest <= _LEAST else -(-largest // _STEP) * _STEP
@@ -441,13 +443,20 @@ def _factors(
             parameter = _parameter(path, fields, info)
             module = path.removesuffix(_WRAPPER) if parameter else path
             name = f"{module}.{parameter}" if parameter else path
-            experts = int(info.config.get("num_local_experts") or 0) if parameter else 1
+            weight = _tensor(name, info) if parameter else None
+            experts = 1 if weight is None else weight.shape[0]
             scale = _scale(fields, name, a.shape[0] // experts)
             if parameter is None:
                 found[path] = Factors(a, b * scale, ends)
             else:
                 found |= _of_experts(name, a, b * scale, experts)
     return found, rest
+
+
+def _tensor(key: str, info: ModelInfo) -> Tensor | None:
+    """Return a tensor of the model by its key in the task class; the model may be its backbone."""
+    found = info.tensor(key)
+    return info.tensor(key.partition(".")[2]) if found is None else found
 
 
 _WRAPPER = ".base_layer"
@@ -537,9 +546,7 @@ def _complete(
     wanted = {path for group in layers.groups if not within.isdisjoint(group) for path in group}
     for path in modules:
         if path not in found and _within(path) in wanted:
-            weight = info.tensor(f"{path}.weight")
-            if weight is None:
-                weight = info.tensor(f"{path.partition('.')[2]}.weight")
+            weight = _tensor(f"{path}.weight", info)
             if weight is not None:
                 d_out, d_in = reversed(weight.shape) if transposed else weight.shape
                 found[path] = _zeros(d_out, d_in, factors)

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import gguf, punica, sglang, vllm
-from .reading import Reading, Update, apply, opened, untie
+from .reading import Reading, Update, apply, opened
 
-__all__ = ["READERS", "Reader", "Reading", "Update", "apply", "gguf", "opened", "untie"]
+__all__ = ["READERS", "Reader", "Reading", "Update", "apply", "gguf", "opened"]
 
 
 @dataclass(frozen=True, slots=True)
