@@ -11,6 +11,7 @@
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make plain        every method at modules that are not of transformers, in 15 minutes; writes
 #                   docs/plain-modules.md
+# make serving      every method for every server; writes docs/serving.md
 # make training     every trainer, method and base with every engine; writes docs/training-matrix.md
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
@@ -45,7 +46,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth many batching bench-gpu test sweep lint types floors figures \
-	newest oldest docs links tests sweeps coverage devices calls plain training merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
+	newest oldest docs links tests sweeps coverage devices calls plain serving training merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -132,8 +133,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices calls plain training merging architectures frames exact peft-files quantized fixed fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices calls plain training merging architectures frames exact peft-files quantized fixed fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices calls plain serving training merging architectures frames exact peft-files quantized fixed fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices calls plain serving training merging architectures frames exact peft-files quantized fixed fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -160,6 +161,10 @@ calls: $(VENV)/.test-$(KEY)
 # cells that the page lacks
 plain: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/plain_table.py $(ARGS)
+
+# writes the tables that tests/serving/test_serving_table.py checks, in two minutes
+serving: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/serving_table.py
 
 # writes the table that tests/test_training_table.py checks; engines of packages that are not
 # installed stay as they are; ARGS="FSDP2 AdapterTrainer lora" runs these only, and one process;

@@ -34,9 +34,11 @@ from .rows import read_classes, read_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# copies of names in checkpoint.formats and heads.Pooling, which import torch; a test compares them
+# copies of names in checkpoint.formats, heads.Pooling and peft.servers, which import torch; a test
+# compares them
 FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
+SERVERS = ("vllm", "sglang", "lorax", "tgi", "gguf", "any")
 
 # arguments of Python that have other names as options
 _OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
@@ -375,22 +377,52 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 @click.argument("path")
 @click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
 @click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
+@click.option("--for", "server", type=click.Choice(SERVERS[:-1]),
+              help="Prove that this server computes what the adapter computes here.")  # fmt: skip
+@click.option("--adapter", metavar="SRC", help="With --for: the adapter that was exported to PATH.")
+@click.option("--converter", metavar="FILE",
+              help="With --for gguf: convert_lora_to_gguf.py of llama.cpp, to run instead of "
+              "following its rules.")  # fmt: skip
 @_revision
 @_json
 def verify_command(
-    path: str, model: str | None, fingerprint: str | None, revision: str | None, as_json: bool
+    path: str,
+    model: str | None,
+    fingerprint: str | None,
+    server: str | None,
+    adapter: str | None,
+    converter: str | None,
+    revision: str | None,
+    as_json: bool,
 ) -> None:
-    """Check an adapter: complete files, correct digests, finite values.
+    """Check an adapter: complete files, correct digests, finite values; or prove an export.
 
     Only the native format has digests: in AdapterHub's and PEFT's a changed value cannot be
     detected, and a missing tensor only with --model, which compares every tensor with that model.
     Its weights are read only if the adapter's files hold copies of some. Exits with 1 if anything
     is wrong.
+
+    With --for, PATH is read as that server does, by rules from its source, and applied to the plain
+    --model. Its logits and weights are compared with those of SRC here, or of PATH itself, in which
+    values that are wrong in the file cannot be seen.
     """
+    if server is not None and model is None:
+        raise click.UsageError("--for needs --model with the base model.")
+    for option, value in {"adapter": adapter, "converter": converter}.items():
+        if server is None and value is not None:
+            raise click.UsageError(f"--{option} needs --for with a server.")
+
     from .checkpoints import open_checkpoint
-    from .inspecting import verify
+    from .inspecting import prove, verify
 
     be_quiet(False)
+    if server is not None:
+        proof = prove(path, server, str(model), adapter, revision, converter)
+        if as_json:
+            print_json(proof.to_dict())
+        else:
+            click.echo(printable(str(proof), allowed="\n"))
+        sys.exit(not proof.is_equal)
     try:
         checkpoint = open_checkpoint(path, revision)
         facts = verify(checkpoint, model, fingerprint)
@@ -536,6 +568,73 @@ def convert_command(
     if report is not None:
         Path(report).write_text(f"{json.dumps(certificate.to_dict(), indent=2)}\n", "utf-8")
     click.echo(f"{dst}: {certificate.to} from {certificate.method}, as {checkpoint.format!r}")
+
+
+@command("export", example="adapterzoo export runs/reviews served/reviews --serve vllm")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--serve", required=True, type=click.Choice(SERVERS),
+              help="The server; any: every one of them.")  # fmt: skip
+@_model
+@click.option("--name", help="Name of the adapter in the commands that are printed.  "
+              "[default: its own]")  # fmt: skip
+@click.option("--head/--no-head", default=True, help="Whether to write the head too.")
+@click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
+@click.option("--rank", type=click.IntRange(min=1),
+              help="Largest rank of the nearest LoRA of an adapter that is not one.")  # fmt: skip
+@click.option(
+    "--energy",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the squared singular values to keep in each layer of such an adapter.",
+)
+@click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")),
+              help="dtype of DST.  [default: that of SRC]")  # fmt: skip
+@click.option("--merge", is_flag=True, help="Write a whole model with the adapter merged instead.")
+@click.option("--max-shard-size", metavar="SIZE",
+              help="With --merge: largest file, such as 5GB.  [default: that of transformers]"
+              )  # fmt: skip
+@_json
+def export_command(
+    src: str,
+    dst: str,
+    serve: str,
+    merge: bool,
+    max_shard_size: str | None,
+    as_json: bool,
+    revision: str | None,
+    **options: Any,
+) -> None:
+    """Write an adapter as a server reads it, and print how to start the server.
+
+    SRC is a folder or 'user/repository', DST a folder. DST has PEFT's files with a LoRA that the
+    server computes exactly; what it does not read is refused. An adapter of another method becomes
+    a LoRA where it is one; otherwise --rank or --energy allow the nearest one, and the errors are
+    printed. With --merge, DST is a plain model in the class that has the adapter's head.
+    """
+    lacking = [n for n in ("rank", "energy", "dtype", "name") if merge and options[n] is not None]
+    if lacking:
+        raise click.UsageError(f"--{lacking[0]} has no effect with --merge.")
+    if max_shard_size is not None and not merge:
+        raise click.UsageError("--max-shard-size needs --merge.")
+    if merge and Path(dst).is_dir() and any(Path(dst).iterdir()):
+        raise ConfigError(f"{dst!r} exists already. Write a new folder, or empty this one.")
+
+    from .checkpoints import open_checkpoint
+    from .converting import export, export_merged
+
+    be_quiet(wants_progress(as_json))
+    checkpoint = open_checkpoint(src, revision)
+    if merge:
+        model, head = options["model"], options["head"]
+        found = export_merged(checkpoint, dst, serve, model, head, max_shard_size)
+        facts, lines = found, [f"{dst}: a {found['class']}", *found["commands"]]
+    else:
+        written = export(checkpoint, dst, serve, **options)
+        facts, lines = written.to_dict(), [str(written), *written.commands]
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(printable("\n".join(lines), allowed="\n"))
 
 
 @command("merge", example="adapterzoo merge bert-base-uncased runs/reviews merged/reviews")

@@ -16,10 +16,12 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.peft.reading import TASKS, classes_for
+from adapterzoo.formats.peft.servers import servers
 from adapterzoo.heads import STATIC, HeadConfig
-from adapterzoo.model import init
+from adapterzoo.model import init, merging
 from adapterzoo.model.conversion import Size, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
+from adapterzoo.model.exporting import FORMAT, Export
 from adapterzoo.model.heads.plain import class_for
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
@@ -29,6 +31,7 @@ from adapterzoo.spelling import peft_readable
 from .checkpoints import CheckpointFolder, refuse_to_replace
 from .foreign import add_changes, changes_by_peft
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
+from .output import note
 
 _NAME = "merged"
 _HINT = "To keep it, write --as with a class that has such a head."
@@ -165,8 +168,84 @@ def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
     return found
 
 
+def export(
+    checkpoint: CheckpointFolder,
+    folder: str,
+    serve: str,
+    model: str | None,
+    name: str | None,
+    head: bool,
+    rank: int | None,
+    energy: float | None,
+    dtype: str | None,
+) -> Export:
+    """Write an adapter as a server reads it.
+
+    Args:
+        checkpoint: of an adapter.
+        folder: created if it is missing.
+        serve: the server.
+        model: base model; None: the one that the checkpoint names.
+        name: of the adapter for the server; None: its own.
+        head: whether to write the adapter's head too.
+        rank: the largest rank of the nearest LoRA; None: not limited.
+        energy: the share of the squared singular values to keep; None: all.
+        dtype: of the files; None: that of the adapter.
+
+    Raises:
+        CheckpointError: the server does not read it, it does not fit the base model, or the folder
+            cannot be written.
+    """
+    refuse_to_replace(Path(folder), FORMAT)
+    base = base_of(checkpoint, model)
+    kind = None if dtype is None else getattr(torch, dtype)
+
+    def save(found: Fitted) -> Export:
+        # else that of the base model, which the server has
+        with_head = head and found.stored.metadata.get("head") is not None
+        written: Export = found.model.save_adapter(
+            folder, found.name, with_head=with_head, meta_dict=checkpoint.meta, format=FORMAT,
+            serve=serve, rank=rank, energy=energy, dtype=kind,
+        )  # fmt: skip
+        return written
+
+    return on_fitted(checkpoint, base, save, name, writes=FORMAT)
+
+
+def export_merged(
+    checkpoint: CheckpointFolder,
+    folder: str,
+    serve: str,
+    model: str | None,
+    head: bool,
+    max_shard_size: str | None,
+) -> dict[str, Any]:
+    """Write a whole model with an adapter merged, and return its class and how to serve it.
+
+    Args:
+        checkpoint: of an adapter.
+        folder: a new one.
+        serve: the server.
+        model: base model; None: the one that the checkpoint names.
+        head: whether the adapter's head becomes that of the class.
+        max_shard_size: of a file, such as "5GB"; None: transformers' default.
+    """
+    base = base_of(checkpoint, model)
+    name, lost, no_tokenizer = merge(checkpoint, base, folder, None, head, max_shard_size)
+    for reason in (lost, no_tokenizer):
+        if reason is not None:
+            note(reason)
+    lines = [line.format(folder=folder) for line in servers.find(serve).merged]
+    return {"server": serve, "class": name, "commands": lines}
+
+
 def merge(
-    checkpoint: CheckpointFolder, base: str, out: str, architecture: str | None, with_head: bool
+    checkpoint: CheckpointFolder,
+    base: str,
+    out: str,
+    architecture: str | None,
+    with_head: bool,
+    max_shard_size: str | None = None,
 ) -> tuple[str, str | None, str | None]:
     """Write a plain model with an adapter merged into its weights.
 
@@ -177,6 +256,7 @@ def merge(
         architecture: class of transformers; None: that of the base model, or one with the
             adapter's head.
         with_head: whether the adapter's head becomes that of the class.
+        max_shard_size: of a file, such as "5GB"; None: transformers' default.
 
     Returns:
         The class of transformers; the reason if the adapter's head was left out, else None; the
@@ -210,14 +290,17 @@ def merge(
     model = init(load(cls, base, config=config, **options)).eval()
     keys = set(model.state_dict())
     load_into(checkpoint, model, _NAME, with_head=own_head)
-    model.merge_adapter(_NAME)
+    # layers that share a weight get their own, and the config says so
+    with merging.untied_for(model, [_NAME]):
+        model.merge_adapter(_NAME)
     state = model.state_dict()
     with torch.no_grad():
         for key, tensor in target.tensors.items():
             state[key].copy_(tensor)
     # the adapter stays in the model, but not in the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
-    PreTrainedModel.save_pretrained(model, out, state_dict=plain)
+    shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    PreTrainedModel.save_pretrained(model, out, state_dict=plain, **shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
     return type(model).__name__, target.lost, lost_tokenizer

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from adapterzoo import hub, serving
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.names import is_complete
 from adapterzoo.model.report import AdapterReport
+from adapterzoo.serving import Proof
 
 from .checkpoints import CheckpointFolder
 from .models import fitted, on_fitted
@@ -94,6 +96,32 @@ def verify(
             f"{'' if found else ', or write --model: this format needs a model for it'}."
         )
     return facts
+
+
+def prove(
+    path: str,
+    server: str,
+    model: str,
+    adapter: str | None,
+    revision: str | None,
+    converter: str | None,
+) -> Proof:
+    """Compare what a server computes with a folder with what the adapter computes here.
+
+    Args:
+        path: of the folder, or `user/repository`.
+        server: that is given the folder.
+        model: the base model.
+        adapter: the adapter that was exported, folder or `user/repository`; None: that of `path`.
+        revision: of `path` on the Hub.
+        converter: of llama.cpp, to run; None: its rules are followed.
+
+    Raises:
+        CheckpointError: a folder or the model cannot be read.
+    """
+    folder = hub.resolve(path, revision)
+    original = None if adapter is None else hub.resolve(adapter)
+    return serving.verify(folder, server, model, original, converter=converter)
 
 
 def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:

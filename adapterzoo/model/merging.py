@@ -157,7 +157,7 @@ def merge_and_unload(
             # nothing remains of the active ones
             set_active(changed, Stack(*added) if added else None)
         try:
-            with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
+            with untied_for(changed, added):
                 merge(changed, added)
         except BaseException:
             changed._active.default.plan = plan
@@ -262,6 +262,13 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
         weight = layer_in(model, path)._parameters.get("weight")
         firsts[path] = found.setdefault(path if weight is None else id(weight), path)
     return firsts
+
+
+def untied_for(
+    model: AdaptedModel, added: Sequence[str]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that gives layers a weight of their own if merging would change several."""
+    return untied(model) if _needs_untying(model, added) else contextlib.nullcontext()
 
 
 def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:

@@ -30,6 +30,7 @@ from . import (
     averaging,
     checkpointing,
     conversion,
+    exporting,
     fusion,
     merging,
     setups,
@@ -40,6 +41,7 @@ from . import report as reporting
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
+from .exporting import Export
 from .heads import copies, tables
 from .heads.named import HeadNames, split_tied
 from .hf import config_entry, owned, vocabularies
@@ -824,7 +826,11 @@ class AdapterModelMixin:
         use_safetensors: bool | None = None,
         *,
         format: str = "native",
-    ) -> None:
+        serve: str | None = None,
+        rank: int | None = None,
+        energy: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Export | None:
         """Save an adapter, and the head of the same name, to a folder.
 
         In every format, after a crash the folder holds the old or the new adapter. No weights of
@@ -849,18 +855,40 @@ class AdapterModelMixin:
                 None: as `format` says, which is safe in any case.
             format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
                 PEFT. A checkpoint of another format in the folder is replaced.
+            serve: write a LoRA that this server reads exactly: "vllm", "sglang", "lorax", "tgi",
+                "gguf" (llama.cpp), or "any" for all of them. Needs `format="peft"`.
+            rank: with `serve`: the largest rank of the nearest LoRA of an adapter that is not one.
+            energy: with `serve`: the share of Σ σ² to keep in each layer of such an adapter, above
+                0 to 1.
+            dtype: with `serve`: of the files; None: that of the adapter.
+
+        Returns:
+            With `serve`: what has been written, with its errors and how to start the server.
 
         Raises:
-            UnknownNameError: the adapter or the format is unknown.
+            UnknownNameError: the adapter, the format or the server is unknown.
             TypeError, ValueError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written, or the format cannot express this
-                adapter.
+            ConfigError: an argument needs another one.
+            CheckpointError: the folder cannot be written, the format cannot express this adapter,
+                or the server does not read it.
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)
         custom = checkpointing.check_loaders(self, custom_weights_loaders)
-        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
+        written = None
+        if serve is None:
+            exporting.refuse_options(rank=rank, energy=energy, dtype=dtype)
+            checkpointing.save_adapter(
+                self, save_directory, adapter_name, with_head, meta_dict, chosen
+            )
+        else:
+            exporting.check_format(chosen, serve)
+            written = exporting.export(
+                self, save_directory, adapter_name, serve, with_head, meta_dict,
+                Size(rank, energy), dtype,
+            )  # fmt: skip
         for loader in custom:
             loader.save(save_directory, adapter_name)
+        return written
 
     def load_adapter(
         self,

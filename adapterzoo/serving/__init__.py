@@ -1,1 +1,9 @@
-"""Serving: transformers' server, with an adapter for each request."""
+"""Serving: adapters for other servers, with a proof; and transformers' server with adapters."""
+
+from __future__ import annotations
+
+from adapterzoo.model.exporting import Export
+
+from .verify import Proof, Wrong, verify
+
+__all__ = ["Export", "Proof", "Wrong", "verify"]

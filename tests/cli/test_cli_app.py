@@ -19,9 +19,10 @@ from packaging.requirements import Requirement
 
 import adapterzoo
 from adapterzoo.cli import doctor, main
-from adapterzoo.cli.app import FORMATS, POOLINGS, NamedCommand
+from adapterzoo.cli.app import FORMATS, POOLINGS, SERVERS, NamedCommand
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
+from adapterzoo.formats.peft.servers import servers
 from adapterzoo.heads import Pooling
 from adapterzoo.kernels import use
 
@@ -50,8 +51,8 @@ def test_help_shows_an_example_that_parses(run, name):
 
 def test_the_commands_are_these_and_each_says_what_it_does(run):
     expected = [
-        "train", "predict", "info", "verify", "report", "convert", "merge", "serve", "push", "list",
-        "doctor",
+        "train", "predict", "info", "verify", "report", "convert", "export", "merge", "serve",
+        "push", "list", "doctor",
     ]  # fmt: skip
     assert expected == COMMANDS
     said = run("--help").stdout
@@ -66,6 +67,7 @@ def test_the_commands_are_these_and_each_says_what_it_does(run):
 def test_what_is_named_twice_is_the_same():
     assert sorted(FORMATS) == sorted(formats)
     assert get_args(Pooling) == POOLINGS
+    assert tuple(servers) == SERVERS
 
 
 def test_a_mistake_of_ours_is_not_hidden(monkeypatch):

@@ -43,9 +43,16 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, by
     if kind != "adapter":
         what = "heads without an adapter" if kind == "head" else "fusions"
         raise CheckpointError(f"PEFT has no {what}. Write {argument('format', 'native')}.")
-    config, tensors = encoded(checkpoint, info)
-    # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
-    meta = checkpoint.metadata.get("meta")
+    return folder_bytes(*encoded(checkpoint, info), checkpoint.metadata.get("meta"))
+
+
+def folder_bytes(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None
+) -> dict[str, bytes]:
+    """Return the files of PEFT's config and tensors.
+
+    PEFT has no counterpart of `meta_dict`, and ignores the metadata of the file.
+    """
     written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
     return {_TENSORS: written, CONFIG: files.json_bytes(config)}
 
