@@ -34,8 +34,8 @@ from .rows import read_classes, read_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# copies of names in checkpoint.formats, heads.Pooling and peft.servers, which import torch; a test
-# compares them
+# copies of names in checkpoint.formats, heads.Pooling and serving.servers, which import torch; a
+# test compares them
 FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
 SERVERS = ("vllm", "sglang", "lorax", "tgi", "gguf", "any")
@@ -381,7 +381,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
               help="Prove that this server computes what the adapter computes here.")  # fmt: skip
 @click.option("--adapter", metavar="SRC", help="With --for: the adapter that was exported to PATH.")
 @click.option("--converter", metavar="FILE",
-              help="With --for gguf: convert_lora_to_gguf.py of llama.cpp, to run instead of "
+              help="With --for gguf: the converter of llama.cpp, to run instead of "
               "following its rules.")  # fmt: skip
 @_revision
 @_json
@@ -581,7 +581,7 @@ def convert_command(
 @click.option("--head/--no-head", default=True, help="Whether to write the head too.")
 @click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
 @click.option("--rank", type=click.IntRange(min=1),
-              help="Largest rank of the nearest LoRA of an adapter that is not one.")  # fmt: skip
+              help="Largest rank of what is written of an adapter that is not exact.")  # fmt: skip
 @click.option(
     "--energy",
     type=click.FloatRange(0, 1, min_open=True),

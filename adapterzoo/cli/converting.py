@@ -16,16 +16,17 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.peft.reading import TASKS, classes_for
-from adapterzoo.formats.peft.servers import servers
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init, merging
 from adapterzoo.model.conversion import Size, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
-from adapterzoo.model.exporting import FORMAT, Export
+from adapterzoo.model.exporting import FORMAT
 from adapterzoo.model.heads.plain import class_for
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
 from adapterzoo.model.state import base_prefix
+from adapterzoo.serving.export import Export
+from adapterzoo.serving.servers import servers
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder, refuse_to_replace

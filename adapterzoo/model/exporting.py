@@ -1,31 +1,19 @@
-"""Export of an adapter to a server, as a LoRA in PEFT's files."""
+"""Servers to which an adapter can be exported: who they are, and the arguments of an export."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
-from adapterzoo import formats
-from adapterzoo.config import DEFAULT_CHANGE_FORM, change_forms
-from adapterzoo.errors import ConfigError, StateError, argument, columns, in_python
-from adapterzoo.formats.checkpoint import Checkpoint, exported, inexpressible
-from adapterzoo.formats.peft import folder_bytes
-from adapterzoo.formats.peft.servers import for_server, servers, unread
-
-from . import sharding
-from .checkpointing import StrPath, checkpoint_of, whole
-from .conversion import Size, converted
-from .conversion.certificate import LayerReport
-from .hf.info import ModelInfo
-from .state import AdaptedModel, modules_of, named_tensors
+from adapterzoo.errors import ConfigError
+from adapterzoo.registry import Registry
 
 FORMAT = "peft"
 """The format that servers read."""
+
+
+exporters: Registry[Callable[..., Any]] = Registry("server", filled_by="adapterzoo.serving")
+"""By the values of `serve=`: writes an adapter as a server reads it."""
 
 
 def check_format(format: str, serve: str) -> None:
@@ -52,134 +40,3 @@ def refuse_options(**options: object) -> None:
             raise ConfigError(
                 f"{name}={value!r} needs serve. Write serve='any', format={FORMAT!r}."
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """What an export has written.
-
-    Attributes:
-        server: the value of `serve=`.
-        title: the server's name and version.
-        method: of the adapter.
-        rank: of all factors in the files.
-        layers: the error of each weight if the adapter was converted to LoRA; empty if it is one.
-        rounding: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all weights together, with ΔW' in the dtype of the files.
-        commands: how to start the server.
-    """
-
-    server: str
-    title: str
-    method: str
-    rank: int
-    layers: tuple[LayerReport, ...]
-    rounding: float
-    commands: tuple[str, ...]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the files hold the adapter's change up to rounding, without an SVD."""
-        return all(layer.is_exact for layer in self.layers)
-
-    def __str__(self) -> str:
-        """Return a line, and a table of the layers if the adapter was converted."""
-        how = "exactly" if self.is_exact else "by SVD"
-        said = f"{self.method} for {self.title}, {how}, of rank {self.rank}"
-        if self.rounding:
-            said += f"; rounding changes it by {self.rounding:.1e} of its norm"
-        rows = [
-            (each.path, str(each.rank), f"{each.norm:.4g}", f"{each.error:.2e}",
-             f"{each.relative:.2e}", "exact" if each.is_exact else "SVD")
-            for each in self.layers
-        ]  # fmt: skip
-        titles = ("layer", "rank", "‖ΔW‖", "error", "relative", "")
-        table = columns([titles, *rows], [False, *[True] * 4, False]) if rows else []
-        return "\n".join([*table, said])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**dataclasses.asdict(self), "exact": self.is_exact}
-
-
-def export(
-    model: AdaptedModel,
-    folder: StrPath,
-    name: str,
-    serve: str,
-    with_head: bool,
-    meta: Mapping[str, Any] | None,
-    size: Size,
-    dtype: torch.dtype | None,
-) -> Export:
-    """Write an adapter as a server reads it.
-
-    Args:
-        model: with adapters.
-        folder: created if missing.
-        name: of the adapter.
-        serve: the server.
-        with_head: whether to save the adapter's head.
-        meta: JSON values; None: those that the adapter was loaded with.
-        size: how much of a change to keep that is not a LoRA; no limits: such a change is refused.
-        dtype: of the files; None: that of the adapter.
-
-    Raises:
-        CheckpointError: the server does not read such an adapter; nothing has been written.
-        ConfigError: a limit or the dtype is not legal.
-        UnknownNameError: there is no such adapter or server.
-    """
-    server = servers.find(serve)
-    size.check()
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype} holds no fractions. Write dtype=torch.bfloat16.")
-    sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
-    info = ModelInfo(model)
-    own = [module for _, module in modules_of(model, name)]
-    with sharding.gathering(model, own):
-        stored = whole(checkpoint_of(model, name, with_head, meta, FORMAT))
-        method = str(stored.metadata["config"]["architecture"])
-        shown = exported(stored, info)
-        why, layers = unread(shown, info), tuple[LayerReport, ...]()
-        if why is not None or size.rank is not None or size.energy is not None:
-            stored, layers = _as_lora(model, name, stored, size, server.title, why)
-            shown = exported(stored, info)
-        found = for_server(shown, info, server, dtype, _merging(name))
-    contents = folder_bytes(found.fields, found.tensors, shown.metadata.get("meta"))
-    formats.write(Path(folder), shown, "adapter", FORMAT, info, contents)
-    commands = server.commands(
-        folder=folder, name=name, base=info.model_name or "BASE", rank=found.rank,
-        targets=" ".join(found.fields["target_modules"]), labels=found.labels,
-    )  # fmt: skip
-    return Export(serve, server.title, method, found.rank, layers, found.rounding, commands)
-
-
-def _as_lora(
-    model: AdaptedModel, name: str, stored: Checkpoint, size: Size, title: str, why: str | None
-) -> tuple[Checkpoint, tuple[LayerReport, ...]]:
-    """Return a checkpoint with the adapter as a LoRA, and the error of each weight."""
-    if next(cast("Any", model).parameters()).is_meta:
-        raise StateError(f"{name!r} is converted with the weights of the model. Load them.")
-    try:
-        record, layers = converted(model, name, change_forms.find(DEFAULT_CHANGE_FORM), size)
-    except (ConfigError, LookupError, StateError) as error:
-        raise inexpressible(f"{title}: only LoRA is read ({why or error})", _without()) from error
-    inexact = [layer.path for layer in layers if not layer.is_exact]
-    if inexact and size.rank is None and size.energy is None:
-        raise inexpressible(
-            f"{title}: only LoRA is read, and the change of {inexact[0]!r} is not one ({why})",
-            argument("rank", 16),
-            argument("energy", 0.99),
-        )
-    document = {**stored.metadata, "config": record.config.to_dict()}
-    tensors = named_tensors(record.coming)
-    return dataclasses.replace(stored, metadata=document, adapter=tensors), tuple(layers)
-
-
-def _merging(name: str) -> str:
-    """Return how to write a whole model instead."""
-    return in_python(f"merge_and_unload([{name!r}]).save_pretrained(…)", "--merge")
-
-
-def _without() -> str:
-    """Return how to write the adapter as it is."""
-    return in_python("save_adapter(…) without serve", "`adapterzoo convert`")

@@ -41,7 +41,6 @@ from . import report as reporting
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
-from .exporting import Export
 from .heads import copies, tables
 from .heads.named import HeadNames, split_tied
 from .hf import config_entry, owned, vocabularies
@@ -59,6 +58,9 @@ from .state import (
     modules_of,
     token_table,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.serving.export import Export
 
 
 @names_calls
@@ -882,10 +884,9 @@ class AdapterModelMixin:
             )
         else:
             exporting.check_format(chosen, serve)
-            written = exporting.export(
-                self, save_directory, adapter_name, serve, with_head, meta_dict,
-                Size(rank, energy), dtype,
-            )  # fmt: skip
+            write = exporting.exporters.find(serve)
+            size = Size(rank, energy)
+            written = write(self, save_directory, adapter_name, with_head, meta_dict, size, dtype)
         for loader in custom:
             loader.save(save_directory, adapter_name)
         return written

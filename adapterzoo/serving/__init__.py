@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from adapterzoo.model.exporting import Export
-
+from .export import Export
 from .verify import Proof, Wrong, verify
 
 __all__ = ["Export", "Proof", "Wrong", "verify"]

@@ -22,9 +22,9 @@ from adapterzoo.cli import doctor, main
 from adapterzoo.cli.app import FORMATS, POOLINGS, SERVERS, NamedCommand
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
-from adapterzoo.formats.peft.servers import servers
 from adapterzoo.heads import Pooling
 from adapterzoo.kernels import use
+from adapterzoo.serving.servers import servers
 
 ROOT = Path(adapterzoo.__file__).parents[1]
 COMMANDS = main.list_commands(click.Context(main))

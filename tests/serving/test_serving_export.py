@@ -296,7 +296,7 @@ def test_writer_and_readers_share_nothing():
         imported = graph.find_modules_directly_imported_by(module)
         outside = {name for name in imported if not name.startswith(readers)}
         assert outside <= {"adapterzoo.errors"}, module
-    writers = ("adapterzoo.formats.peft.servers", "adapterzoo.model.exporting")
+    writers = ("adapterzoo.serving.servers", "adapterzoo.serving.export")
     for module in writers:
         upstream = graph.find_upstream_modules(module)
-        assert not any(name.startswith("adapterzoo.serving") for name in upstream)
+        assert not any(name.startswith((readers, "adapterzoo.serving.verify")) for name in upstream)

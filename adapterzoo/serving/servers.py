@@ -3,7 +3,8 @@
 The pass writes the same canonical folder for every server: the scale is folded into B, all ranks
 are equal, layers that are read together are complete, blocks that were left out have zero factors,
 and experts have a matrix each. The table then says who reads which layers. Sources of its facts:
-docs/serving.md. The readers in `adapterzoo.serving` that prove a folder share nothing with it.
+docs/serving.md. The readers that prove a folder, in `adapterzoo.serving.readers`, share nothing
+with it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import Checkpoint, inexpressible
+from adapterzoo.formats.peft.writing import encoded, head_for
 from adapterzoo.patterns import short_names
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import Fields
-
-from .writing import encoded, head_for
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
