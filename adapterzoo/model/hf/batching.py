@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -374,7 +375,12 @@ class Batch(Requests):
         self._contents = Contents()
 
     def admit(
-        self, model: AdaptedModel, key: str, variant: Variant, input_ids: Sequence[int]
+        self,
+        model: AdaptedModel,
+        key: str,
+        variant: Variant,
+        input_ids: Sequence[int],
+        by_content: bool = True,
     ) -> None:
         """Fix what a new request uses.
 
@@ -383,6 +389,8 @@ class Batch(Requests):
             key: id of the request.
             variant: what acts on it.
             input_ids: its prompt.
+            by_content: whether blocks of the cache are told apart by adapters; not where all
+                requests have the same, and processes that do not know them have to agree.
 
         Raises:
             CompositionError: it cannot share a step with the requests in flight.
@@ -396,6 +404,9 @@ class Batch(Requests):
                     f"{going[0]!r} is being deleted or replaced. Add the request again later."
                 )
             variant = self._include(variant)
+            if not by_content:
+                self.pins[key] = Pinned(variant)
+                return
             content = self._contents.of(model, variant)
             base = self._contents.of(model, Variant(Plan()))
             self.pins[key] = pinned(variant, input_ids, content, base)
@@ -550,8 +561,14 @@ def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Va
     if not tokens:
         raise ConfigError("the prompt is empty. Write at least one token.")
     if set(map(type, tokens)) - {int}:
-        kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
-        raise ConfigError(f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7].")
+        try:
+            # of NumPy, and such
+            tokens = [operator.index(token) for token in tokens]
+        except TypeError:
+            kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
+            raise ConfigError(
+                f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7]."
+            ) from None
     table = cast("Any", model).get_input_embeddings()
     tables = [getattr(table, "weight", None), *(table_of(model, name) for name in variant.names)]
     known = max((len(weight) for weight in tables if weight is not None), default=1 << 31)
@@ -708,12 +725,14 @@ if is_tested():
             tokens = checked(model, input_ids, new_tokens, variant)
             if self.longest is not None:
                 refuse_too_long(len(tokens), new_tokens, self.longest)
-            if self.distributed_helper.tp_size > 1 and variant.key != self.requests.own.key:
+            is_alone = self.distributed_helper.tp_size == 1
+            if not is_alone and (variant.invocations or variant.key != self.requests.own.key):
                 raise StateError(
                     "the other processes of tensor parallelism do not know the adapter of a "
-                    "request. Activate it in all of them before the manager is made."
+                    "request. Activate it in all of them before the manager is made; it cannot "
+                    "wait for an invocation."
                 )
-            self.requests.admit(model, request_id, variant, tokens)
+            self.requests.admit(model, request_id, variant, tokens, is_alone)
             return tokens
 
         def add_requests(
