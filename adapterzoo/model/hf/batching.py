@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from adapterzoo.caches import values_kept
 from adapterzoo.call import NEVER, Generation, PackedPrompts
-from adapterzoo.composition import Child, Node, Split, fusions_of
+from adapterzoo.composition import Child, Composition, Fuse, Node, Split, fusions_of
 from adapterzoo.composition.rows import PackedRows
 from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
 from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing, naming
@@ -109,6 +109,7 @@ class Variant:
     Attributes:
         plan: for all tokens of a request.
         names: of the adapters and fusions.
+        records: of these, as the model had them.
         key: tells variants apart.
         invocations: the sequences from which adapters act.
         begins: whether an adapter acts from the first token on.
@@ -117,6 +118,7 @@ class Variant:
 
     plan: Plan
     names: frozenset[str] = frozenset()
+    records: tuple[object, ...] = ()
     key: tuple[object, ...] = ()
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
@@ -152,11 +154,20 @@ def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
     return Variant(
         plan,
         frozenset((*names, *fusions)),
+        _records(model, setup),
         (setup, plan.heads, plan.skip_layers, modules),
         tuple(sequence for sequence in waiting if sequence is not None),
         None in waiting,
         _why_alone(model, plan, names),
     )
+
+
+def _records(model: AdaptedModel, setup: Composition | None) -> tuple[object, ...]:
+    """Return the records of the adapters and fusions of a composition; None for those not there."""
+    state = model._adapter_state
+    names = () if setup is None else setup.flatten()
+    adapters = (state.records.get(name) for name in names)
+    return (*adapters, *(state.fusions.get(fuse.name) for fuse in fusions_of(setup)))
 
 
 def _parts_of(model: AdaptedModel, name: str) -> list[Adapter]:
@@ -318,10 +329,8 @@ class Contents:
             return "" if child is None else self._adapter(model, child)
         inside = [self._described(model, each) for each in child.children]
         options = {name: value for name, value in child.options.items() if name != "name"}
-        own = [type(child).__name__, inside, options]
-        for fuse in fusions_of(child) if fusions_of(child)[:1] == (child,) else ():
-            own.append(self._fusion(model, fuse.name))
-        return repr(own)
+        fusion = self._fusion(model, child.name) if isinstance(child, Fuse) else ""
+        return repr([type(child).__name__, inside, options, fusion])
 
     def _adapter(self, model: AdaptedModel, name: str) -> str:
         record = model._adapter_state.find(name)
@@ -402,6 +411,12 @@ class Batch(Requests):
             if going := sorted(name for name in variant.names if self.leaving[name] > 0):
                 raise StateError(
                     f"{going[0]!r} is being deleted or replaced. Add the request again later."
+                )
+            now = _records(model, variant.plan.setup)
+            if any(one is not other for one, other in zip(variant.records, now, strict=True)):
+                # by another thread, since the variant was made
+                raise StateError(
+                    f"{variant.plan.setup!r} has been deleted or replaced. Add the request again."
                 )
             variant = self._include(variant)
             if not by_content:
