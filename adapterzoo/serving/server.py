@@ -400,7 +400,11 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
     return app, requests
 
 
-class ServedRequests(batching.BatchingManager):
+# other versions of transformers are refused before there is a manager
+_Manager: Any = batching.BatchingManager if batching.is_tested() else object
+
+
+class ServedRequests(_Manager):  # type: ignore[misc]
     """A manager that finds the adapter of a request in the task that adds it.
 
     Attributes:
@@ -441,10 +445,11 @@ class ServedRequests(batching.BatchingManager):
             self.forwards[key] = Forward()
             super().register_result_handler(key, self.forwards[key])
         try:
-            return super().add_request(
+            added = super().add_request(
                 input_ids, request_id, max_new_tokens, streaming, *args,
                 adapter_name=asked.adapter, **kwargs,
             )  # fmt: skip
+            return cast("str | None", added)
         except AdapterZooError:
             self.forwards.pop(key, None)
             self.output_router.result_handlers.pop(key, None)

@@ -13,7 +13,12 @@ import torch
 import transformers
 from families import tiny_config
 from snapshots import stir
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 import batching
 from adapterzoo import AdapterSetup, AutoAdapterModel, Average, BatchSplit, Split, Stack, init
@@ -275,6 +280,21 @@ def test_a_prompt_in_parts_of_one_token():
     given, names = prompts(6, 2, 9), ["x", "l", None]
     config = small(max_batch_tokens=3, scheduler_type="prefill_first")
     assert batched(model, given, 9, config, adapter_names=names) == alone(model, given, names, 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("active", [None, "a"])
+def test_steps_of_fixed_lengths_that_are_compiled(active):
+    """Only steps of what was active when the manager was made run compiled, or as a graph."""
+    model = model_of()
+    model.set_active_adapters(active)
+    names = [None, "a", None, "b", None, None]
+    given = prompts(5, 9, 7, 3, 11, 6)
+    compiling = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    for asked in (names, None):
+        config = small(varlen_compile_config=compiling, q_padding_interval_size=16)
+        found = batched(model, given, config=config, adapter_names=asked)
+        assert found == alone(model, given, asked or [active] * 6)
 
 
 def test_a_model_with_named_heads():

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from adapterzoo.caches import values_kept
 from adapterzoo.call import NEVER, Generation, PackedPrompts
-from adapterzoo.composition import Child, Node, Split, fusions_of
+from adapterzoo.composition import Child, Composition, Fuse, Node, Split, fusions_of
 from adapterzoo.composition.rows import PackedRows
 from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
 from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing, naming
@@ -108,6 +109,7 @@ class Variant:
     Attributes:
         plan: for all tokens of a request.
         names: of the adapters and fusions.
+        records: of these, as the model had them.
         key: tells variants apart.
         invocations: the sequences from which adapters act.
         begins: whether an adapter acts from the first token on.
@@ -116,6 +118,7 @@ class Variant:
 
     plan: Plan
     names: frozenset[str] = frozenset()
+    records: tuple[object, ...] = ()
     key: tuple[object, ...] = ()
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
@@ -151,11 +154,20 @@ def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
     return Variant(
         plan,
         frozenset((*names, *fusions)),
+        _records(model, setup),
         (setup, plan.heads, plan.skip_layers, modules),
         tuple(sequence for sequence in waiting if sequence is not None),
         None in waiting,
         _why_alone(model, plan, names),
     )
+
+
+def _records(model: AdaptedModel, setup: Composition | None) -> tuple[object, ...]:
+    """Return the records of the adapters and fusions of a composition; None for those not there."""
+    state = model._adapter_state
+    names = () if setup is None else setup.flatten()
+    adapters = (state.records.get(name) for name in names)
+    return (*adapters, *(state.fusions.get(fuse.name) for fuse in fusions_of(setup)))
 
 
 def _parts_of(model: AdaptedModel, name: str) -> list[Adapter]:
@@ -317,10 +329,8 @@ class Contents:
             return "" if child is None else self._adapter(model, child)
         inside = [self._described(model, each) for each in child.children]
         options = {name: value for name, value in child.options.items() if name != "name"}
-        own = [type(child).__name__, inside, options]
-        for fuse in fusions_of(child) if fusions_of(child)[:1] == (child,) else ():
-            own.append(self._fusion(model, fuse.name))
-        return repr(own)
+        fusion = self._fusion(model, child.name) if isinstance(child, Fuse) else ""
+        return repr([type(child).__name__, inside, options, fusion])
 
     def _adapter(self, model: AdaptedModel, name: str) -> str:
         record = model._adapter_state.find(name)
@@ -374,7 +384,12 @@ class Batch(Requests):
         self._contents = Contents()
 
     def admit(
-        self, model: AdaptedModel, key: str, variant: Variant, input_ids: Sequence[int]
+        self,
+        model: AdaptedModel,
+        key: str,
+        variant: Variant,
+        input_ids: Sequence[int],
+        by_content: bool = True,
     ) -> None:
         """Fix what a new request uses.
 
@@ -383,6 +398,8 @@ class Batch(Requests):
             key: id of the request.
             variant: what acts on it.
             input_ids: its prompt.
+            by_content: whether blocks of the cache are told apart by adapters; not where all
+                requests have the same, and processes that do not know them have to agree.
 
         Raises:
             CompositionError: it cannot share a step with the requests in flight.
@@ -395,7 +412,16 @@ class Batch(Requests):
                 raise StateError(
                     f"{going[0]!r} is being deleted or replaced. Add the request again later."
                 )
+            now = _records(model, variant.plan.setup)
+            if any(one is not other for one, other in zip(variant.records, now, strict=True)):
+                # by another thread, since the variant was made
+                raise StateError(
+                    f"{variant.plan.setup!r} has been deleted or replaced. Add the request again."
+                )
             variant = self._include(variant)
+            if not by_content:
+                self.pins[key] = Pinned(variant)
+                return
             content = self._contents.of(model, variant)
             base = self._contents.of(model, Variant(Plan()))
             self.pins[key] = pinned(variant, input_ids, content, base)
@@ -550,8 +576,14 @@ def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Va
     if not tokens:
         raise ConfigError("the prompt is empty. Write at least one token.")
     if set(map(type, tokens)) - {int}:
-        kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
-        raise ConfigError(f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7].")
+        try:
+            # of NumPy, and such
+            tokens = [operator.index(token) for token in tokens]
+        except TypeError:
+            kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
+            raise ConfigError(
+                f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7]."
+            ) from None
     table = cast("Any", model).get_input_embeddings()
     tables = [getattr(table, "weight", None), *(table_of(model, name) for name in variant.names)]
     known = max((len(weight) for weight in tables if weight is not None), default=1 << 31)
@@ -708,12 +740,14 @@ if is_tested():
             tokens = checked(model, input_ids, new_tokens, variant)
             if self.longest is not None:
                 refuse_too_long(len(tokens), new_tokens, self.longest)
-            if self.distributed_helper.tp_size > 1 and variant.key != self.requests.own.key:
+            is_alone = self.distributed_helper.tp_size == 1
+            if not is_alone and (variant.invocations or variant.key != self.requests.own.key):
                 raise StateError(
                     "the other processes of tensor parallelism do not know the adapter of a "
-                    "request. Activate it in all of them before the manager is made."
+                    "request. Activate it in all of them before the manager is made; it cannot "
+                    "wait for an invocation."
                 )
-            self.requests.admit(model, request_id, variant, tokens)
+            self.requests.admit(model, request_id, variant, tokens, is_alone)
             return tokens
 
         def add_requests(
