@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.errors import CheckpointError
+
 from .reading import Reading, Update
 
 VERSION = "llama.cpp in llama-cpp-python 0.3.36"
@@ -264,7 +266,7 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return data[place - _SIZES[kind] : place]
 
     if data[:4] != b"GGUF":
-        raise ValueError("it is not a GGUF file")
+        raise CheckpointError("the converter has not written a GGUF file")
     place = 4
     number("I")
     count, entries = number("Q"), number("Q")
