@@ -266,7 +266,7 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return data[place - _SIZES[kind] : place]
 
     if data[:4] != b"GGUF":
-        raise CheckpointError("it is not a GGUF file. Write the path of the converter's output.")
+        raise CheckpointError("the converter has not written a GGUF file")
     place = 4
     number("I")
     count, entries = number("Q"), number("Q")
