@@ -751,13 +751,18 @@ if is_tested():
             return tokens
 
         def add_requests(
-            self, inputs: Sequence[Sequence[int]], *args: Any, adapter_names: Any = None,
+            self,
+            inputs: Sequence[Sequence[int]],
+            max_new_tokens: int | None = None,
+            *args: Any,
+            adapter_names: Any = None,
             **kwargs: Any,
-        ) -> list[str]:  # fmt: skip
+        ) -> list[str]:
             """Add several requests, as transformers does; all or none.
 
             Args:
                 inputs: the prompts.
+                max_new_tokens: of each; None: that of the manager.
                 *args: as transformers takes them.
                 adapter_names: a name, a composition or None for each; None: what is active acts on
                     all.
@@ -770,13 +775,13 @@ if is_tested():
                 AdapterZooError: as for `add_request`.
             """
             if adapter_names is not None or not all(isinstance(each, Prompt) for each in inputs):
-                new_tokens = args[0] if args else kwargs.get("max_new_tokens")
-                if new_tokens is None:
-                    new_tokens = self.generation_config.max_new_tokens
+                most = max_new_tokens
+                if most is None:
+                    most = self.generation_config.max_new_tokens
                 with naming("add_requests()"):
                     model = cast("AdaptedModel", self.model)
-                    inputs = prompts_of(model, inputs, adapter_names, new_tokens)
-            return super().add_requests(cast("Any", inputs), *args, **kwargs)
+                    inputs = prompts_of(model, inputs, adapter_names, most)
+            return super().add_requests(cast("Any", inputs), max_new_tokens, *args, **kwargs)
 
         def warmup(self) -> None:
             """Warm up with what was active when the manager was made."""
