@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 import adapterzoo
-from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, peft, trainer
+from adapterzoo import (
+    LoRAConfig,
+    composition,
+    configs,
+    contracts,
+    errors,
+    heads,
+    model,
+    peft,
+    trainer,
+)
 from adapterzoo.auto import AdapterModel
 from adapterzoo.config import config_strings
 from adapterzoo.methods.fusion import fusion_configs
@@ -29,7 +39,8 @@ finally:
     sys.path.pop(0)
 
 HERE = (
-    adapterzoo, composition, configs, contracts, heads, hotswap, model, outputs, peft, trainer,
+    adapterzoo, composition, configs, contracts, errors, heads, hotswap, model, outputs, peft,
+    trainer,
 )  # fmt: skip
 CODE = re.compile(r"`([^`]+)`")
 CELL = re.compile(r"(?<!\\)\|")

@@ -24,7 +24,7 @@ from adapterzoo.model.exporting import FORMAT, exporters
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import AdaptedModel, modules_of, named_tensors
 
-from .servers import Server, for_server, servers, unread
+from .servers import for_server, servers, unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ class Export:
 
 def export(
     serve: str,
-    server: Server,
     model: AdaptedModel,
     folder: StrPath,
     name: str,
@@ -89,7 +88,6 @@ def export(
 
     Args:
         serve: the value of `serve=`.
-        server: of this name.
         model: with adapters.
         folder: created if missing.
         name: of the adapter.
@@ -103,6 +101,7 @@ def export(
         ConfigError: a limit or the dtype is not legal.
         UnknownNameError: there is no such adapter.
     """
+    server = servers[serve]
     size.check()
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype} holds no fractions. Write dtype=torch.bfloat16.")
@@ -159,5 +158,5 @@ def _without() -> str:
     return in_python("save_adapter(…) without serve", "`adapterzoo convert`")
 
 
-for _name, _server in servers.items():
-    exporters.register(_name)(functools.partial(export, _name, _server))
+for _name in servers:
+    exporters.register(_name)(functools.partial(export, _name))

@@ -383,8 +383,10 @@ def test_a_failed_call_changes_nothing(what):
 
 def test_labels_without_a_head_and_positions_without_their_pair_are_named():
     model = bert()
-    with pytest.raises(StateError, match=r"labels=….*no active head takes these.*active_head"):
+    with pytest.raises(StateError, match=r"labels=….*no active head takes these.*add_classif"):
         model(IDS, labels=LABELS)
     model.add_qa_head("q")
+    with pytest.raises(StateError, match=r"labels=….*no active head takes these.*active_head"):
+        model(IDS, labels=LABELS)
     with pytest.raises(ConfigError, match="needs also 'end_positions'"):
         model(IDS, start_positions=LABELS)

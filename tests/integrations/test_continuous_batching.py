@@ -31,6 +31,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.model.hf import batching as hooks
 
 pytestmark = pytest.mark.needs("transformers>=5.24", "older ones are refused by name")
 
@@ -561,7 +562,8 @@ def test_generate_batch_refuses_before_it_starts():
 
 def test_other_versions_are_refused_by_name(monkeypatch):
     model = model_of()
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    # transformers may have replaced its module since the library imported it
+    monkeypatch.setattr(hooks.transformers, "__version__", "5.99.0")
     for call in (
         lambda: batched(model, prompts(5)),
         lambda: batched(model, prompts(5), adapter_names=["a"]),

@@ -211,7 +211,7 @@ def test_labels_without_a_head(model, tiny):
     labels = torch.tensor([0, 1])
     for m in (tiny(), model):
         m.active_head = None
-        with refused(m, StateError, "labels=…", "Write model.active_head"):
+        with refused(m, StateError, "labels=…", "Write model.a"):
             m(**tiny_inputs("bert"), labels=labels)
 
 

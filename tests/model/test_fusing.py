@@ -25,7 +25,6 @@ from adapterzoo import (
     StaticAdapterFusionConfig,
     init,
 )
-from adapterzoo import trainer as snapshot_of
 from adapterzoo.errors import (
     CheckpointError,
     CompositionError,
@@ -35,6 +34,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.model import training_checkpoints as snapshot_of
 
 AB = Fuse("a", "b")
 

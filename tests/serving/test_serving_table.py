@@ -8,7 +8,7 @@ import pytest
 import serving_table as table
 from peft_world import QUIET
 
-from adapterzoo.formats.peft import servers as facts
+from adapterzoo.serving import servers as facts
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 PAGE = table.read(table.PAGE.read_text(encoding="utf-8"))
