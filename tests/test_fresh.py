@@ -145,7 +145,7 @@ def test_every_documented_command_runs(cache, tmp_path):
         f"import sys, runpy; sys.argv = {line}; runpy.run_module('adapterzoo', run_name='__main__')"
         for line in commands()
     ]
-    assert len(pieces) == 11
+    assert len(pieces) == 12
     results = fresh.run(pieces, tmp_path, **cache)
     failed = {p: output for p, (s, output) in zip(pieces, results, strict=True) if s}
     assert not failed

@@ -425,7 +425,9 @@ def recorded_call(
         if path in plan.counted and not with_head and NUMBERS in positions:
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
-        if plan.prompts is not None and is_first and outer is None and not context.has_joined:
+        is_missed = is_first and outer is None and not context.has_joined
+        # a call without arguments, around a block that is called by itself, has no sequences
+        if plan.prompts is not None and is_missed and given:
             raise StateError(
                 f"{_names(plan.prompts)} adds tokens, and no module of this call takes them. "
                 "Pass input_ids [batch, tokens], or activate an adapter of another method."
