@@ -101,6 +101,11 @@ def engine_on_a_cpu(engine: str) -> Iterator[None]:
     from accelerate.utils import DistributedType
 
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    if engine.startswith("ZeRO"):
+        import deepspeed
+
+        # would be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     gpus, replaced = ("gloo", DistributedType.MULTI_GPU), mock.patch.object
     with (
         replaced(PartialState, "_prepare_backend", return_value=gpus),
@@ -110,10 +115,6 @@ def engine_on_a_cpu(engine: str) -> Iterator[None]:
 
 
 def deepspeed_config(stage: int) -> dict[str, Any]:
-    import deepspeed
-
-    # would be compiled
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
