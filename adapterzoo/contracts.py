@@ -8,7 +8,7 @@ other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
@@ -21,7 +21,7 @@ from adapterzoo.call import StackCall
 from adapterzoo.errors import StateError
 
 if TYPE_CHECKING:
-    from adapterzoo.kernels.grouped import Groups
+    from adapterzoo.kernels.grouped import RowGroups
     from adapterzoo.tensor_parallel import Split
 
 # kind of device → whether it has float64; torch has no question for it, so that others are tried
@@ -482,19 +482,39 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether `forward_batched` supports these; if not, each is called on its rows."""
-        return False
+    @property
+    def row_options(self) -> Hashable | None:
+        """What adapters must share to act together in `forward_rows`; None: each acts alone.
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Apply several adapters of the class at one layer, each to its rows of a batch.
+        Beside their class: dtypes, dropout, and everything else that `row_tensors` does not hold.
+        """
+        return None
+
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return all values by name with which `forward_rows` computes what `forward` does.
+
+        Tensors of different adapters may differ in size if zeros at the end of each dimension
+        change nothing.
 
         Args:
-            adapters: of one layer, in the numbering of `groups`.
+            base: the layer, with the earlier adapters.
+            dtype: of its features.
+
+        Raises:
+            NotImplementedError: the class does not implement it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.row_tensors")
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Apply several adapters at one layer, each to its rows of a batch.
+
+        The adapter itself is any of them, for the options that they share.
+
+        Args:
+            stacks: the `row_tensors` of n adapters by name, each `[n, …]`; numbers as n floats, or
+                as a tensor `[n]` on the CPU.
             groups: which of them applies to each row, if any.
             x: `[rows, *tokens, d_in]`.
             base: the layer, with the earlier adapters.
@@ -505,20 +525,25 @@ class Adapter(Contained, ABC):
         Raises:
             NotImplementedError: the class does not implement it.
         """
-        raise NotImplementedError(f"{cls.__name__}.forward_batched")
+        raise NotImplementedError(f"{type(self).__name__}.forward_rows")
+
+
+def row_options(adapter: Adapter) -> Hashable | None:
+    """Return what adapters must share to act together in `forward_rows`; None: each acts alone.
+
+    A class that overrides `forward` and inherits `forward_rows` does not support it.
+    """
+    kind = type(adapter)
+    names = "forward_rows", "forward"
+    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in names]
+    options = adapter.row_options if issubclass(*owners) else None
+    return None if options is None else (kind, options)
 
 
 def can_batch(adapters: Sequence[Adapter]) -> bool:
-    """Return whether the adapters can act in one call of `forward_batched`.
-
-    A class that overrides `forward` and inherits `forward_batched` cannot.
-    """
-    kind = type(adapters[0])
-    if any(type(adapter) is not kind for adapter in adapters):
-        return False
-    names = "forward_batched", "forward"
-    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in names]
-    return issubclass(*owners) and kind.supports_batching(adapters)
+    """Return whether the adapters can act in one call of `forward_rows`."""
+    found = {row_options(adapter) for adapter in adapters}
+    return len(found) == 1 and None not in found
 
 
 class WeightAdapter(Adapter):

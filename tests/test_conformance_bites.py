@@ -133,9 +133,9 @@ class Replaces(LoRA):
 class MixesTheWrong(LoRA):
     """In a mixed batch each row gets the adapter of another one."""
 
-    @classmethod
-    def forward_batched(cls, adapters, groups, x, base):
-        return super().forward_batched(adapters[::-1], groups, x, base)
+    def forward_rows(self, stacks, groups, x, base):
+        turned = {name: own.flip(0) if name == "lora_A" else own for name, own in stacks.items()}
+        return super().forward_rows(turned, groups, x, base)
 
 
 @breaks("gradients")
@@ -428,7 +428,7 @@ def test_a_right_method_is_not_caught(enter):
 
 
 class DoubledUpdateLayer(LoRA):
-    """Right, but not what the `forward_batched` that it inherits computes."""
+    """Right, but not what the `forward_rows` that it inherits computes."""
 
     def forward(self, x, base):
         y = base(x)

@@ -29,6 +29,7 @@ from adapterzoo.contracts import (
     can_batch,
 )
 from adapterzoo.errors import CompositionError
+from adapterzoo.kernels.grouped import RowGroups, stacked
 
 from . import Average, Child, Fuse, Node, Split, fusion_key
 from .rows import PackedRows, RowLayout, RowMap
@@ -470,8 +471,27 @@ class BatchedAdapters:
         if len(found) == 1 and all(of_parts[part] == 0 for part, _, _ in layout.runs):
             y: Tensor = found[0](x, base)
         else:
-            y = type(found[0]).forward_batched(found, layout.groups(of_parts), x, base)
+            y = on_rows(found, layout.groups(of_parts), x, base)
         return y
+
+
+def on_rows(adapters: Sequence[Any], groups: RowGroups, x: Tensor, base: BaseLayer) -> Tensor:
+    """Apply several adapters at one layer, each to its rows of a batch.
+
+    Args:
+        adapters: that `can_batch` has let through.
+        groups: which of them applies to each row, if any.
+        x: `[rows, *tokens, d_in]`, or numbers of tokens.
+        base: the layer, with the earlier adapters.
+    """
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    each = [adapter.row_tensors(base, dtype) for adapter in adapters]
+    stacks: dict[str, Any] = {}
+    for name, first in each[0].items():
+        values = [own[name] for own in each]
+        stacks[name] = stacked(values) if isinstance(first, Tensor) else values
+    y: Tensor = adapters[0].forward_rows(stacks, groups, x, base)
+    return y
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -20,10 +19,9 @@ class AtConvolution(WeightAdapter):
         """Return the output `[*rows, d_out, *places]` for `x` `[*rows, channels, *space]`."""
         return self.convolved(x, base)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return False: each adapter is called on its own rows."""
-        return False
+    @property
+    def row_options(self) -> None:
+        """None: each adapter acts alone on its rows."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the class of the adapter: loading makes the subclass again."""

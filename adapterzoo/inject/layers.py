@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -35,14 +35,14 @@ from adapterzoo.contracts import (
     CopyAdapter,
     SharedKey,
     WeightAdapter,
-    can_batch,
+    row_options,
 )
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
 from adapterzoo.tensor_parallel import write
 
 if TYPE_CHECKING:
-    from adapterzoo.kernels.grouped import Groups
+    from adapterzoo.kernels.grouped import RowGroups
 
 
 class LayerCall(BaseLayer):
@@ -409,30 +409,39 @@ class FusedAdapters(WeightAdapter):
             y = put_slice(y, part, features, -1)
         return y
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether all have the same disjoint parts that can be batched."""
-        if any(a.slices != adapters[0].slices for a in adapters):
-            return False
-        own = list(adapters[0].slices.values())
+    @property
+    def row_options(self) -> Hashable | None:
+        """The disjoint parts and their options; None if a part acts alone."""
+        own = list(self.slices.values())
         if any(_overlap(one, other) for i, one in enumerate(own) for other in own[:i]):
-            return False
+            return None
+        parts = [cast("Adapter", self._modules[label]) for label in self.slices]
+        options = [row_options(part) for part in parts]
         # a child that changes the input would call the whole layer for its slice
-        return all(
-            children[0].acts_on == "output" and can_batch(children)
-            for children in _by_label(adapters).values()
-        )
+        if None in options or any(part.acts_on != "output" for part in parts):
+            return None
+        return tuple(self.slices.items()), tuple(options)
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return those of the parts, with the label of each before their names."""
+        found: dict[str, Tensor | float] = {}
+        for label, features in self.slices.items():
+            part = cast("Adapter", self._modules[label])
+            view = base if features is None else SlicedLayer(base, features)
+            own = part.row_tensors(view, dtype)
+            found |= {f"{label}.{name}": value for name, value in own.items()}
+        return found
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return the fused layer's output, each row of the batch with its own adapters."""
         y = untouched = base(x)
-        for label, children in _by_label(adapters).items():
-            features = adapters[0].slices[label]
+        for label, features in self.slices.items():
             view = SlicedLayer(base, features, x, untouched)
-            part = type(children[0]).forward_batched(children, groups, x, view)
+            inside = f"{label}."
+            own = {n.removeprefix(inside): s for n, s in stacks.items() if n.startswith(inside)}
+            part = cast("Adapter", self._modules[label]).forward_rows(own, groups, x, view)
             y = put_slice(y, part, features, -1)
         return y
 

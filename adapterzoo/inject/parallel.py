@@ -14,8 +14,8 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -247,10 +247,9 @@ class _Part(nn.Module):
 
 
 class _PartOfAdapter(_Part, Adapter):
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return False: each adapter is called on its own rows."""
-        return False
+    @property
+    def row_options(self) -> None:
+        """None: each adapter acts alone on its rows."""
 
 
 class _PartOfPrefix(_Part, AttentionAdapter):

@@ -35,7 +35,8 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         Shape and dtype of x.
     """
     m, blocks, b = Q.shape[-4:-1]
-    y = x.reshape(*Q.shape[:-4], -1, blocks * b)  # [*experts, rows, d_in]
+    rows = x.shape[Q.dim() - 4 : -1].numel()
+    y = x.reshape(*Q.shape[:-4], rows, blocks * b)  # [*experts, rows, d_in]
     for i in range(m) if transposed else reversed(range(m)):
         factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
         if i:
@@ -158,8 +159,9 @@ def dots(x: Tensor, y: Tensor, blocks: Tensor) -> Tensor:
 def _parts(x: Tensor, blocks: Tensor) -> Tensor:
     """Return `x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
     *experts, chunks, width, _ = blocks.shape
+    rows = x.shape[len(experts) : -1].numel()
     # [*experts, rows, chunks, width] before the transposition
-    return x.reshape(*experts, -1, chunks, width).transpose(-3, -2)
+    return x.reshape(*experts, rows, chunks, width).transpose(-3, -2)
 
 
 def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:

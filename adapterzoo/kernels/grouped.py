@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as plain_dropout
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from adapterzoo.errors import KernelError
 
@@ -38,29 +39,27 @@ BASE = -1
 CHUNK = 3
 # tensors that the groups of one batch keep on a device before they start anew
 _MOST_TENSORS = 64
+_HOST = torch.device("cpu")
 
 
-def stacked_down(a: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`, with zeros beyond their ranks."""
-    if len({factor.shape for factor in a}) == 1:
-        return torch.stack([*a])
-    return pad_sequence([*a], batch_first=True)
-
-
-def stacked_up(b: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`, with zeros beyond their ranks."""
-    if len({factor.shape for factor in b}) == 1:
-        return torch.stack([*b])
-    return pad_sequence([factor.T for factor in b], batch_first=True).mT  # [n, d_out, rank]
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return n tensors as `[n, …]`, with zeros beyond the end of smaller ones."""
+    sizes = [max(own) for own in zip(*(t.shape for t in tensors), strict=True)]
+    if all([*t.shape] == sizes for t in tensors):
+        return torch.stack([*tensors])
+    missing = [[size - own for size, own in zip(sizes, t.shape, strict=True)] for t in tensors]
+    # `pad` takes the last dimension first
+    before = [[n for end in reversed(own) for n in (0, end)] for own in missing]
+    return torch.stack([pad(t, own) for t, own in zip(tensors, before, strict=True)])
 
 
 def grouped_low_rank(
     y: Tensor,
     x: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scaling: Sequence[float],
-    groups: Groups,
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    scaling: Sequence[float] | Tensor,
+    groups: RowGroups,
     dropout: float = 0.0,
     training: bool = False,
 ) -> Tensor:
@@ -69,9 +68,9 @@ def grouped_low_rank(
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: n factors `[rank_i, d_in]`.
-        b: n factors `[d_out, rank_i]`.
-        scaling: n factors s.
+        a: n factors `[rank_i, d_in]`, or their stack.
+        b: n factors `[d_out, rank_i]`, or their stack.
+        scaling: n factors s, or a tensor `[n]` of them on the CPU.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
         training: whether to drop features.
@@ -84,18 +83,19 @@ def grouped_low_rank(
         KernelError: the groups are those of another batch or name an adapter that does not exist;
             or the mode is `"triton"`, and Triton cannot take the operands.
     """
-    t = grouped_shrink(x, stacked_down(a), groups, dropout, training)
-    return grouped_expand(y, t, stacked_up(b), scaling, groups)
+    a, b = (each if isinstance(each, Tensor) else stacked(each) for each in (a, b))
+    t = grouped_shrink(x, a, groups, dropout, training)
+    return grouped_expand(y, t, b, scaling, groups)
 
 
 def grouped_shrink(
-    x: Tensor, a: Tensor, groups: Groups, dropout: float = 0.0, training: bool = False
+    x: Tensor, a: Tensor, groups: RowGroups, dropout: float = 0.0, training: bool = False
 ) -> Tensor:
     """Project down: t = dropout(x) Aᵀ with each row's A, accumulated in float32 or float64.
 
     Args:
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: `[n, rank, d_in]`, from `stacked_down`.
+        a: `[n, rank, d_in]`, from `stacked`.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether to drop features.
@@ -108,8 +108,9 @@ def grouped_shrink(
         KernelError: see `grouped_low_rank`.
     """
     if ops.is_reference():
-        groups.check(x, len(a))
-        return grouped_shrink_torch(plain_dropout(x, dropout, training), a, 0.0, None, groups)
+        fixed = _of_host(groups.host)
+        fixed.check(x, len(a))
+        return grouped_shrink_torch(plain_dropout(x, dropout, training), a, 0.0, None, fixed)
     noise = None
     if training and dropout:
         in_triton = ops.takes_triton("grouped_shrink", x, a)
@@ -118,15 +119,15 @@ def grouped_shrink(
 
 
 def grouped_expand(
-    y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups
+    y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float] | Tensor, groups: RowGroups
 ) -> Tensor:
     """Add the update: y + s · t Bᵀ with each row's B and s, in one pass over y.
 
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         t: `[batch, *tokens, rank]`, from `grouped_shrink`.
-        b: `[n, d_out, rank]`, from `stacked_up`.
-        scaling: n factors s.
+        b: `[n, d_out, rank]`, from `stacked`.
+        scaling: n factors s, or a tensor `[n]` of them on the CPU.
         groups: which adapter each row of the batch takes.
 
     Returns:
@@ -136,13 +137,101 @@ def grouped_expand(
         KernelError: see `grouped_low_rank`.
     """
     if ops.is_reference():
-        groups.check(y, len(b))
-        return grouped_expand_torch(y, t, b, scaling, groups)
-    scales = groups.scales(tuple(scaling), torch.device("cpu"), torch.float64)
-    return _expand(y, t, b, scales, groups.host)
+        fixed = _of_host(groups.host)
+        fixed.check(y, len(b))
+        return grouped_expand_torch(y, t, b, scaling, fixed)
+    return _expand(y, t, b, groups.scales(scaling), groups.host)
 
 
-class Groups:
+class RowGroups(ABC):
+    """Which of n adapters each row of a batch takes.
+
+    Attributes:
+        host: the adapter of each row as a tensor on the CPU, int64 `[batch]`; −1 for none.
+    """
+
+    host: Tensor
+
+    @abstractmethod
+    def scales(self, scaling: Sequence[float] | Tensor) -> Tensor:
+        """Return the scaling of each adapter as a tensor on the CPU, `[n]`."""
+
+    @abstractmethod
+    def acting(self, t: Tensor) -> Tensor:
+        """Return the rows that adapters act on, `[rows, …]`, of `[batch, …]`."""
+
+    @abstractmethod
+    def taken(self, stack: Tensor) -> Tensor:
+        """Return what each row of `acting` takes, `[rows, …]`, of `[n, …]`."""
+
+    @abstractmethod
+    def placed(self, own: Tensor, plain: Tensor) -> Tensor:
+        """Return the batch `[batch, …]` from the rows of `acting`, and others from `plain`."""
+
+    @abstractmethod
+    def features(self, stack: Tensor, dim: int) -> Tensor:
+        """Return the vector of each row's adapter, `[batch, 1, …, width]`, of `[n, width]`.
+
+        They are zeros for rows without an adapter, which may hold inf or NaN, and send no gradient.
+
+        Args:
+            stack: one for each adapter.
+            dim: number of dimensions of the result.
+        """
+
+    @abstractmethod
+    def restored(self, out: Tensor, plain: Tensor) -> Tensor:
+        """Return `out` with the rows of `plain` where no adapter acts; both `[batch, …]`."""
+
+
+class RowIndex(RowGroups):
+    """Groups that are known only when they are used, so that compiled code runs for all of them.
+
+    All rows are computed, those without an adapter with the first one.
+    """
+
+    def __init__(self, host: Tensor, index: Tensor) -> None:
+        """Take the adapter of each row.
+
+        Args:
+            host: on the CPU, int64 `[batch]`; −1 for none.
+            index: the same where the features are.
+        """
+        self.host, self.index = host, index
+
+    def scales(self, scaling: Sequence[float] | Tensor) -> Tensor:
+        """Return the scaling of each adapter as a tensor on the CPU, `[n]`."""
+        if isinstance(scaling, Tensor):
+            return scaling
+        return torch.tensor([*scaling], dtype=torch.float64, device="cpu")
+
+    def acting(self, t: Tensor) -> Tensor:
+        """Return all rows."""
+        return t
+
+    def taken(self, stack: Tensor) -> Tensor:
+        """Return what each row takes, `[batch, …]`, of `[n, …]`."""
+        return stack.index_select(0, self.index.clamp(min=0))
+
+    def placed(self, own: Tensor, plain: Tensor) -> Tensor:
+        """Return the same as `restored`."""
+        return self.restored(own, plain)
+
+    def features(self, stack: Tensor, dim: int) -> Tensor:
+        """Return the vector of each row's adapter, `[batch, 1, …, width]`, of `[n, width]`."""
+        rows = torch.where(self._acts(2), self.taken(stack), 0.0)
+        return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])
+
+    def restored(self, out: Tensor, plain: Tensor) -> Tensor:
+        """Return `out` with the rows of `plain` where no adapter acts; both `[batch, …]`."""
+        return torch.where(self._acts(out.dim()), out, plain.to(out.dtype))
+
+    def _acts(self, dim: int) -> Tensor:
+        """Return whether an adapter acts on each row, `[batch, 1, …]`."""
+        return (self.index >= 0).view(-1, *(1 for _ in range(dim - 1)))
+
+
+class Groups(RowGroups):
     """The rows of one batch by adapter; made once, immutable, and shared by all layers.
 
     It does not depend on a layer. Its tensors are made on first use, once for each device, so that
@@ -261,12 +350,52 @@ class Groups:
         return self.kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
     def scales(
-        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
+        self,
+        scaling: Sequence[float] | Tensor,
+        device: torch.device = _HOST,
+        dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return the scaling of each adapter, `[n]`; layers with equal scalings share it."""
+        """Return the scaling of each adapter, `[n]`; layers with equal scalings share it.
+
+        Args:
+            scaling: n numbers, or a tensor of them on the CPU, which is returned as it is there.
+            device: of the result.
+            dtype: of the result.
+        """
+        if isinstance(scaling, Tensor) and device == _HOST:
+            return scaling
+        each = tuple(scaling.tolist() if isinstance(scaling, Tensor) else scaling)
         if torch.compiler.is_compiling():
-            return torch.tensor(scaling, dtype=dtype, device=device)
-        return self.kept((scaling, device, dtype), device, dtype, lambda: scaling)
+            return torch.tensor(each, dtype=dtype, device=device)
+        return self.kept((each, device, dtype), device, dtype, lambda: each)
+
+    def acting(self, t: Tensor) -> Tensor:
+        """Return the rows that adapters act on, `[rows, …]`, of `[batch, …]`."""
+        return t.index_select(0, self.numbers("rows", t.device)) if self.base else t
+
+    def taken(self, stack: Tensor) -> Tensor:
+        """Return what each row of `acting` takes, `[rows, …]`, of `[n, …]`."""
+        return stack.index_select(0, self.numbers("of_rows", stack.device))
+
+    def placed(self, own: Tensor, plain: Tensor) -> Tensor:
+        """Return the batch `[batch, …]` from the rows of `acting`, and others from `plain`."""
+        if not self.base:
+            return own
+        return plain.index_copy(0, self.numbers("rows", plain.device), own.to(plain.dtype))
+
+    def features(self, stack: Tensor, dim: int) -> Tensor:
+        """Return the vector of each row's adapter, `[batch, 1, …, width]`, of `[n, width]`."""
+        rows = stack.index_select(0, self.numbers("of_all", stack.device))  # [batch, width]
+        if self.base:
+            rows = rows.index_fill_(0, self.numbers("base", rows.device), 0.0)
+        return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])
+
+    def restored(self, out: Tensor, plain: Tensor) -> Tensor:
+        """Return `out` with the rows of `plain` where no adapter acts; both `[batch, …]`."""
+        if not self.base:
+            return out
+        places = self.numbers("base", out.device)
+        return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))
 
     def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
         """Return the plan for the Triton kernels, int32; see `plan_of`.
@@ -451,8 +580,7 @@ def grouped_expand_torch_backward(
 
 def _own(t: Tensor, groups: Groups) -> Tensor:
     """Return the rows with an adapter, `[rows, tokens, width]`, of `[batch, *tokens, width]`."""
-    t = t.reshape(groups.size, math.prod(t.shape[1:-1]), t.shape[-1])
-    return t.index_select(0, groups.numbers("rows", t.device)) if groups.base else t
+    return groups.acting(t.reshape(groups.size, math.prod(t.shape[1:-1]), t.shape[-1]))
 
 
 def _placed(own: Tensor, shape: tuple[int, ...], groups: Groups) -> Tensor:
@@ -466,7 +594,7 @@ def _placed(own: Tensor, shape: tuple[int, ...], groups: Groups) -> Tensor:
 
 def _factors(factors: Tensor, groups: Groups) -> Tensor:
     """Return the factor of each row with an adapter, `[rows, …]`, of `[n, …]`."""
-    return factors.index_select(0, groups.numbers("of_rows", factors.device))
+    return groups.taken(factors)
 
 
 def _summed(own: Tensor, like: Tensor, groups: Groups) -> Tensor:
@@ -503,7 +631,7 @@ def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return *before, groups, *after
     scaling = args[at - 1]
     if isinstance(scaling, Tensor) and scaling.is_floating_point():
-        scales = groups.scales(tuple(scaling.tolist()), x.device, torch.float32)
+        scales = groups.scales(scaling, x.device, torch.float32)
         before = *args[: at - 1], scales
     return *before, groups.plan(math.prod(x.shape[1:-1]), len(factor), x.device), *after
 

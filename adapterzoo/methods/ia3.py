@@ -13,8 +13,8 @@ Cost per site: d_out parameters, or d_in if the input is scaled; one product per
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import ClassVar, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from adapterzoo.config import (
 )
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
+from adapterzoo.kernels.grouped import RowGroups
 from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
@@ -188,6 +189,23 @@ class IA3(WeightAdapter):
         y = base(x)
         return y * self.scale(y.dtype)
 
+    @property
+    def row_options(self) -> Hashable | None:
+        """Dtype and what is scaled; None where there are experts."""
+        return None if self.ia3_l.dim() > 1 else (self.ia3_l.dtype, self.scales_input)
+
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return ℓ · alpha."""
+        return {"scale": self.scale(dtype)}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own scale. `x` `[rows, *tokens, d_in]`."""
+        if self.scales_input:
+            return base(_scaled_rows(stacks["scale"], groups, x))
+        return _scaled_rows(stacks["scale"], groups, base(x))
+
     def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the scaled convolution, `[*rows, d_out, *places]`."""
         if self.scales_input:
@@ -218,6 +236,14 @@ class IA3(WeightAdapter):
 
 
 IA3Config.adapter_class = IA3
+
+
+def _scaled_rows(stack: Tensor, groups: RowGroups, t: Tensor) -> Tensor:
+    """Return `[rows, …, width]` with each row times the vector of its adapter, of `[n, width]`."""
+    scale, own = groups.taken(stack.to(t.dtype)), groups.acting(t)
+    return groups.placed(
+        own * scale.view(len(scale), *(1 for _ in own.shape[2:]), scale.shape[1]), t
+    )
 
 
 # --- in the peers' files ---

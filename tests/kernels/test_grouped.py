@@ -21,8 +21,7 @@ from adapterzoo.kernels.grouped import (
     grouped_expand,
     grouped_low_rank,
     grouped_shrink,
-    stacked_down,
-    stacked_up,
+    stacked,
 )
 from adapterzoo.kernels.low_rank import low_rank
 
@@ -82,8 +81,8 @@ def results(out, y, x, a, b):
     return [out, *torch.autograd.grad(loss(out), [y, x, *a, *b])]
 
 
-def stacked(a, b, scaling):
-    return SimpleNamespace(a=stacked_down(a), b=stacked_up(b), scaling=scaling)
+def in_stacks(a, b, scaling):
+    return SimpleNamespace(a=stacked(a), b=stacked(b), scaling=scaling)
 
 
 def by_operators(y, x, stack, groups, p=0.0, noise=None):
@@ -106,7 +105,7 @@ def test_values_and_gradients_are_those_of_each_row(index, tokens, ranks, scalin
         ),
         lambda stack: by_operators(y, x, stack, groups),
     ):
-        out = run(stacked(a, b, scaling))
+        out = run(in_stacks(a, b, scaling))
         for got, wanted in zip(results(out, y, x, a, b), expected, strict=True):
             near(got, wanted, 1e-13)
 
@@ -141,7 +140,7 @@ def test_a_row_without_adapter_keeps_its_bits(tokens, index, outer, grad):
     base = [r for r, i in enumerate(index) if i is None]
     # what a row without adapter reads is nobody's concern
     x[base] = math.inf
-    groups, stack = Groups.of(index), stacked(a, b, SCALING)
+    groups, stack = Groups.of(index), in_stacks(a, b, SCALING)
     with torch.set_grad_enabled(grad):
         t = grouped_shrink(x, stack.a, groups)
         for out in (
@@ -206,7 +205,7 @@ def test_gradients_and_their_gradients_are_those_of_differences(index):
         return grouped_low_rank(y, x, factors[:4], factors[4:], SCALING, groups)
 
     def through(y, x, *factors):
-        stack = stacked(factors[:4], factors[4:], SCALING)
+        stack = in_stacks(factors[:4], factors[4:], SCALING)
         return by_operators(y, x, stack, groups, 0.4, noise)
 
     for run in (plain, through):
@@ -225,7 +224,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
     values = [y, x, *a, *b]
     for i, value in enumerate(values):
         value.requires_grad_(bool(needed >> min(i, 2 + (i >= 6)) & 1))
-    out = by_operators(y, x, stacked(a, b, SCALING), Groups.of(index), 0.4, noise)
+    out = by_operators(y, x, in_stacks(a, b, SCALING), Groups.of(index), 0.4, noise)
     if needed:
         loss(out).backward()
     for value, wanted in zip(values, expected, strict=True):
@@ -306,7 +305,7 @@ def test_autocast_is_that_of_the_definition(outer, factor):
 def test_reference_mode_is_the_definition():
     index = [2, None, 0]
     y, x, a, b = drawn(index, (5,))
-    groups, stack = Groups.of(index), stacked(a, b, SCALING)
+    groups, stack = Groups.of(index), in_stacks(a, b, SCALING)
     expected = grouped_low_rank_reference(y, x, a, b, SCALING, groups)
     with kernels.use("reference"):
         found = grouped_low_rank(y, x, a, b, SCALING, groups)
@@ -412,7 +411,7 @@ def test_operands_that_do_not_fit_are_named():
         grouped_low_rank(y, x, a, b, SCALING, Groups.of([0, 1, 2]))
     with pytest.raises(KernelError, match=r"adapters up to 4, .* there are 4 adapters"):
         grouped_low_rank(y, x, a, b, SCALING, Groups.of([0, 4]))
-    stack = stacked(a, b, SCALING)
+    stack = in_stacks(a, b, SCALING)
     with pytest.raises(KernelError, match=r"adapters up to 4"):
         grouped_shrink(x, stack.a, Groups.of([0, 4]))
     with pytest.raises(KernelError, match=r"groups are of 3 rows"):

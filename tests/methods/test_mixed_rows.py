@@ -7,6 +7,7 @@ from stack_calls import running
 from torch import nn
 
 from adapterzoo.anatomy import Site
+from adapterzoo.composition.compile import on_rows
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.inject.layers import LayerCall
@@ -15,7 +16,13 @@ from adapterzoo.kernels.grouped import Groups
 CPU = torch.device("cpu")
 D = 32
 # two adapters of each: what may differ between them, differs
-PAIRS = {"lora": ("lora[r=4]", "lora[r=3,alpha=5]"), "dora": ("dora[r=4]", "dora[r=3,alpha=5]")}
+PAIRS = {
+    "lora": ("lora[r=4]", "lora[r=3,alpha=5]"), "dora": ("dora[r=4]", "dora[r=3,alpha=5]"),
+    "ia3": ("ia3", "ia3[alpha=3]"), "oft": ("oft[r=0,oft_block_size=8]",) * 2,
+    "boft": ("boft[boft_n_butterfly_factor=2]",) * 2,
+    "bottleneck": ("seq_bn[reduction_factor=4]", "seq_bn[reduction_factor=8,scaling=2]"),
+    "bottleneck at a norm": ("double_seq_bn[ln_before=True]", "double_seq_bn[ln_before=True]"),
+}  # fmt: skip
 BATCHES = {"sorted": [0, 0, 1, 1], "mixed": [1, None, 0, 1, 1, None], "none of one": [1, None, 1],
            "one row": [0], "none": [None, None], "empty": []}  # fmt: skip
 
@@ -58,7 +65,7 @@ def one_by_one(adapters, index, x, layer, residual):
 
 def mixed(adapters, index, x, base):
     assert can_batch(adapters)
-    return type(adapters[0]).forward_batched(adapters, Groups.of(index), x, base)
+    return on_rows(adapters, Groups.of(index), x, base)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -143,8 +150,9 @@ def test_training_drops_and_evaluation_does_not(text, monkeypatch):
 
 @pytest.mark.parametrize(
     "pair",
-    [("lora", "lora[use_gating=True]"), ("lora", "lora[lora_bias=True]"), ("boft", "boft"),
-     ("lora", "lora[dropout=0.1]"), ("seq_bn", "par_bn"), ("seq_bn", "seq_bn")],
+    [("lora", "lora[use_gating=True]"), ("lora", "lora[lora_bias=True]"),
+     ("boft", "boft[boft_block_size=8]"), ("lora", "lora[dropout=0.1]"), ("seq_bn", "par_bn"),
+     ("seq_bn", "seq_bn[non_linearity='gelu']")],
 )  # fmt: skip
 def test_what_no_one_call_can_do_acts_on_its_rows_by_itself(pair, monkeypatch):
     monkeypatch.setitem(PAIRS, "unlike", pair)
@@ -152,14 +160,14 @@ def test_what_no_one_call_can_do_acts_on_its_rows_by_itself(pair, monkeypatch):
     assert not can_batch(adapters)
 
 
-def test_a_method_without_forward_batched_acts_row_by_row():
+def test_a_method_without_forward_rows_acts_row_by_row():
     class Half(Adapter):
         def forward(self, x, base):
             return base(x)
 
-        @classmethod
-        def supports_batching(cls, adapters):
-            return True
+        @property
+        def row_options(self):
+            return ()
 
     assert not can_batch([Half(), Half()])
 

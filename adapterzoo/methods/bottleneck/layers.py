@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, layer_norm
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
+from adapterzoo.kernels.grouped import RowGroups, grouped_expand, grouped_shrink
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming, normal
 from adapterzoo.methods._parts import Affine, Gate, affine
 
@@ -101,6 +102,55 @@ class BottleneckLayer(FusibleAdapter):
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, instead))
         return self.changed(x, base(x), base, instead)
+
+    @property
+    def row_options(self) -> Hashable | None:
+        """Options of the place and φ; None unless only matrices, their biases and a norm act."""
+        if not self.is_plain or self.drops:
+            return None
+        place = self.original_ln_after, self.residual_before_ln, self.adapter_residual_before_ln
+        norm = cast("nn.LayerNorm", self.adapter_down[0]).eps if self.reads_normed else None
+        weight = cast("Affine", self.adapter_up).weight
+        return *place, norm, self.non_linearity, weight.dtype
+
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return the matrices, scaling and s · b_up, and the values of the norm if there is one."""
+        down, up = getattr(self.adapter_down, self.down_name), cast("Any", self.adapter_up)
+        found = {
+            "down": down.weight, "down_bias": down.bias, "up": up.weight,
+            "up_bias": up.bias * self.factor, "scaling": self.factor,
+        }  # fmt: skip
+        if self.reads_normed:
+            norm: Any = self.adapter_down[0]
+            found |= {"norm": norm.weight, "norm_bias": norm.bias}
+        return found
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row with its own bottleneck; `x` is the module's input."""
+        update = partial(self._update_of_rows, stacks, groups)
+        if self.acts_on == "input":
+            changed = self.changed(x, base.original(x), base, update)
+            return base(groups.restored(changed, x))
+        y = base(x)
+        return groups.restored(self.changed(x, y, base, update), y)
+
+    def _update_of_rows(self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor) -> Tensor:
+        """Return f(x) of each row, `[rows, *tokens, d_model]`."""
+        down, dim = stacks["down"], x.dim()
+        x = x.to(down.dtype)
+        if self.reads_normed:
+            norm = cast("nn.LayerNorm", self.adapter_down[0])
+            # inf and NaN of rows without an adapter would reach its gradient
+            x = groups.restored(x, torch.zeros_like(x))
+            x = layer_norm(x, norm.normalized_shape, eps=norm.eps)
+            x = x * groups.features(stacks["norm"], dim)
+            x = x + groups.features(stacks["norm_bias"], dim)
+        inner = grouped_shrink(x, down, groups)  # [rows, *tokens, width]
+        inner = self.activation(inner + groups.features(stacks["down_bias"], dim))
+        bias = groups.features(stacks["up_bias"], dim).expand_as(x).contiguous()
+        return grouped_expand(bias, inner, stacks["up"], stacks["scaling"], groups)
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:

@@ -19,7 +19,7 @@ Cannot do: layers without a floating-point weight to take norms of.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -35,13 +35,7 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import StateError
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, divided, row_gain, row_norm, weight_norm
-from adapterzoo.kernels.grouped import (
-    Groups,
-    grouped_expand,
-    grouped_shrink,
-    stacked_down,
-    stacked_up,
-)
+from adapterzoo.kernels.grouped import RowGroups, grouped_expand, grouped_shrink
 from adapterzoo.methods._init import constant, drawn
 from adapterzoo.methods._targets import PLACES
 
@@ -173,31 +167,33 @@ class Magnitudes(LowRankUpdate):
         whole = gain * whole if bias is None else gain * (whole - bias) + bias
         return (y + (whole - plain)).to(y.dtype)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtypes, dropout and convention, on features."""
-        kinds = {(a.dropout, a.adapterhub, a.m.dtype, getattr(a, a.factor).dtype) for a in adapters}
-        return len(kinds) == 1 and not any(a.at_embedding or a.m.dim() > 1 for a in adapters)
+    @property
+    def row_options(self) -> Hashable | None:
+        """Dtypes, dropout and convention; None at an embedding, and where there are experts."""
+        if self.at_embedding or self.m.dim() > 1:
+            return None
+        return self.dropout, self.adapterhub, self.m.dtype, getattr(self, self.factor).dtype
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return A, B, s and g."""
+        a, b = self.update_factors(base)
+        gain = self.gain(base, (a, b))
+        return {"lora_A": a, "lora_B": b, "scaling": self.scaling, "gain": gain}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
-        one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
-        factors = [each.update_factors(base) for each in adapters]
-        gains = [each.gain(base, own) for each, own in zip(adapters, factors, strict=True)]
-        scalings = [each.scaling for each in adapters]
-        down = stacked_down([a for a, _ in factors])  # [n, rank, d_in]
-        up = stacked_up([b for _, b in factors])  # [n, d_out, rank]
-        t = grouped_shrink(x, down, groups, one.dropout, one.training)  # [rows, *tokens, rank]
-        wide = plain.to(gains[0].dtype)
-        whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
-        change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
-        bias = None if one.adapterhub else base.bias
+        y, plain = base(x), base.original(x)  # [rows, *tokens, d_out]
+        a, b, gain = stacks["lora_A"], stacks["lora_B"], stacks["gain"]
+        t = grouped_shrink(x, a, groups, self.dropout, self.training)  # [rows, *tokens, rank]
+        wide = plain.to(gain.dtype)
+        whole = grouped_expand(wide, t, b, stacks["scaling"], groups)  # [rows, *tokens, d_out]
+        change = groups.features(gain, y.dim()) - 1  # [rows, 1, …, d_out]
+        bias = None if self.adapterhub else base.bias
         whole = whole + change * (whole if bias is None else whole - bias)
         out = whole if plain is y else y + (whole - plain)
-        return restored(out.to(y.dtype), y, groups)
+        return groups.restored(out.to(y.dtype), y)
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front.
@@ -272,31 +268,3 @@ class DoRA(Magnitudes, LowRank):
 
 
 DoRAConfig.adapter_class = DoRA
-
-
-# --- values for each row of a mixed batch ---
-
-
-def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
-    """Return the vector of each row's adapter, `[rows, 1, …, width]` with `dim` dimensions.
-
-    They are zeros for rows without an adapter, which may hold inf or NaN, and send no gradient.
-
-    Args:
-        vectors: one for each adapter, of one width.
-        groups: which adapter each row takes.
-        dim: of the result.
-    """
-    stack = torch.stack([*vectors])  # [n, width]
-    rows = stack.index_select(0, groups.numbers("of_all", stack.device))  # [rows, width]
-    if groups.base:
-        rows = rows.index_fill_(0, groups.numbers("base", rows.device), 0.0)
-    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
-
-
-def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
-    """Return `out` with the rows of `plain` where no adapter acts; both `[rows, …]`."""
-    if not groups.base:
-        return out
-    places = groups.numbers("base", out.device)
-    return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))

@@ -23,7 +23,7 @@ aLoRA cannot do: merging, encoders, routed experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
@@ -55,7 +55,7 @@ from adapterzoo.contracts import (
     compute_dtype,
 )
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.grouped import RowGroups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, generator
 from adapterzoo.methods._parts import Gate
@@ -397,20 +397,23 @@ class LoRA(LowRank):
             update = update - self.across(x, self.start.lora_A, self.start.lora_B, base)
         return y + (update * self.scaling).to(y.dtype)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtype and dropout, without options, on features."""
-        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout) for a in adapters}
-        return len(kinds) == 1 and all(a._is_plain for a in adapters)
+    @property
+    def row_options(self) -> Hashable | None:
+        """Dtypes and dropout; None with an option that reads more than features."""
+        if not self._is_plain:
+            return None
+        return self.lora_A.dtype, self.lora_B.dtype, self.dropout
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return A, B and s."""
+        return {"lora_A": self.lora_A, "lora_B": self.lora_B, "scaling": self.scaling}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
-        scaling, one = tuple(each.scaling for each in adapters), adapters[0]
-        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+        a, b, scaling = stacks["lora_A"], stacks["lora_B"], stacks["scaling"]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, self.dropout, self.training)
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.

@@ -14,8 +14,8 @@ dense Λ instead of rank; LoRA's two products, and one pass over the n matrices 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from adapterzoo.config import (
     method_config,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.grouped import RowGroups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
@@ -162,25 +162,25 @@ class MTLLoRA(LowRank):
         y, t = base(x), self.task_specific(self.down(x, self.lora_A, base))  # [*batch, rank]
         return expand(y, t, self.up(self.lora_B.dtype), self.scaling)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtype and dropout, on features."""
-        kinds = {(a.lora_A.dtype, a.dropout) for a in adapters}
-        return len(kinds) == 1 and not any(a.at_embedding for a in adapters)
+    @property
+    def row_options(self) -> Hashable | None:
+        """Dtype and dropout; None at an embedding."""
+        return None if self.at_embedding else (self.lora_A.dtype, self.dropout)
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return A, Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ and s."""
+        b = self.task_specific.after(self.up(self.lora_B.dtype))
+        return {"lora_A": self.lora_A, "lora_B": b, "scaling": self.scaling}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`.
 
         Tasks without rows take part, so that no process of a data-parallel run leaves one out.
         """
-        one = adapters[0]
-        a = [each.lora_A for each in adapters]
-        b = [each.task_specific.after(each.up(each.lora_B.dtype)) for each in adapters]
-        scaling = [each.scaling for each in adapters]
-        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+        a, b, scaling = stacks["lora_A"], stacks["lora_B"], stacks["scaling"]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, self.dropout, self.training)
 
     def whole_factors(self, like: Tensor) -> Factors:
         """Return A and Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ, on the device and in the dtype of `like`."""

@@ -23,9 +23,9 @@ Cannot do: embeddings; DVoRA also layers without a floating-point weight to take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from adapterzoo.config import (
 )
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.grouped import RowGroups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
@@ -255,20 +255,23 @@ class Vera(Projected):
         scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
         return expand(y, t, scaled, self.scaling)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether dtype and dropout are equal and there are no experts."""
-        kinds = {(a.lambda_d.dtype, a.dropout) for a in adapters}
-        return len(kinds) == 1 and all(a.dense or a.lambda_d.dim() == 1 for a in adapters)
+    @property
+    def row_options(self) -> Hashable | None:
+        """Dtype and dropout; None where there are experts."""
+        is_one = self.dense or self.lambda_d.dim() == 1
+        return (self.lambda_d.dtype, self.dropout) if is_one else None
 
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return Λ_d A, Λ_b B and s."""
+        a, b = self.factors(base, self.lambda_d)
+        return {"lora_A": a, "lora_B": b, "scaling": self.scaling}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
-        a, b = zip(*(adapter.factors(base, x) for adapter in adapters), strict=True)
-        scaling, one = [adapter.scaling for adapter in adapters], adapters[0]
-        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+        a, b, scaling = stacks["lora_A"], stacks["lora_B"], stacks["scaling"]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, self.dropout, self.training)
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · Λ_b B Λ_d A, `[*experts, d_out, d_in]`."""

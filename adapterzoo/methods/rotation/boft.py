@@ -14,7 +14,8 @@ Cannot do: embeddings, whose input has no features to rotate.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold
-from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.compose import compose, compose_reference
+from adapterzoo.kernels.grouped import RowGroups
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import (
@@ -51,7 +53,7 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from .rotating import Rotating, block_sizes, dropped
+from .rotating import Rotating, block_sizes, dropped, turned_rows
 
 
 @method_config("boft")
@@ -142,10 +144,29 @@ class BOFT(Rotating):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        Q = self.rotation(x)
+        Q = self.rotation(x.dtype)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
         return compose(y, gain, base.bias)  # [*batch, d_out]
+
+    @property
+    def row_options(self) -> Hashable | None:
+        """Shape and dtype of the blocks, and dropout; None where there are experts."""
+        R = self.boft_R
+        return None if R.dim() > 4 else (tuple(R.shape), R.dtype, self.dropout)
+
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return the rotation and s."""
+        Q = self.rotation(dtype)
+        return {"rotation": Q, "gain": self.boft_s.squeeze(-1).to(Q.dtype)}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row with its own rotation and scale. `x` `[rows, *tokens, d_in]`."""
+        y = base(turned_rows(stacks["rotation"], groups, x))  # [rows, *tokens, d_out]
+        gain = groups.features(stacks["gain"], y.dim())  # [rows, 1, …, d_out]
+        return groups.restored(compose_reference(y, gain, base.bias), y)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
+from adapterzoo.kernels.grouped import RowGroups
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import (
@@ -59,7 +60,7 @@ from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped
+from .rotating import Rotating, block_sizes, dropped, turned_rows
 
 
 def rotated_features(site: Site) -> int:
@@ -230,9 +231,29 @@ class OFT(Rotating):
         if self.looks_up:
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
-            return rotated(y, self.rotation(y)).to(y.dtype)
-        Q = self.rotation(x)
+            return rotated(y, self.rotation(y.dtype)).to(y.dtype)
+        Q = self.rotation(x.dtype)
         return base(in_layout_of(rotated(x, Q), x, Q))
+
+    @property
+    def row_options(self) -> Hashable | None:
+        """Sizes and dtype of the blocks, and dropout; None where there are experts."""
+        if self.oft_R.dim() > 2:
+            return None
+        return self.block_size, self.block_number, self.oft_R.dtype, self.dropout
+
+    def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
+        """Return the rotation."""
+        return {"rotation": self.rotation(dtype)}
+
+    def forward_rows(
+        self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row with its own rotation. `x` `[rows, *tokens, d_in]`."""
+        if not self.looks_up:
+            return base(turned_rows(stacks["rotation"], groups, x))
+        y = base(x)  # [rows, *tokens, d_out]
+        return turned_rows(stacks["rotation"], groups, y).to(y.dtype)
 
     def rotations(self, dtype: torch.dtype) -> Tensor:
         """Return Q, in float64 for a float64 layer, else in float32.
@@ -271,7 +292,7 @@ class OFT(Rotating):
         if not self.kernel:
             return super().convolved(x, base)
         patches = unfold(x, self.kernel).mT  # [*rows, places, d_in]
-        turned = rotated(patches, self.rotation(patches)).to(x.dtype)
+        turned = rotated(patches, self.rotation(patches.dtype)).to(x.dtype)
         # PEFT takes the numbers [channels, places, kernel] for [channels · kernel, places]
         by_channel = turned.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2)
         return base(fold(by_channel.reshape(patches.mT.shape), x.shape[-2:], self.kernel))

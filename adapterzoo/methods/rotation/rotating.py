@@ -11,6 +11,8 @@ from torch import Tensor
 from adapterzoo.caches import cached
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.errors import CompositionError
+from adapterzoo.kernels.butterfly import in_layout_of, rotated
+from adapterzoo.kernels.grouped import RowGroups
 
 
 class Rotating(WeightAdapter):
@@ -61,11 +63,27 @@ class Rotating(WeightAdapter):
             )
         return super().convolved(x, base)
 
-    def rotation(self, x: Tensor) -> Tensor:
-        """Return the rotations of features `x` by chunks, see `folded`."""
-        dtype = compute_dtype(x.dtype)
+    def rotation(self, dtype: torch.dtype) -> Tensor:
+        """Return the rotations by chunks, see `folded`.
+
+        Args:
+            dtype: of the features.
+        """
+        dtype = compute_dtype(dtype)
         make = partial(self.folded, self.dropout if self.training else 0.0, dtype)
         return cached(self, make, partial(list, self.parameters()), dtype)
+
+
+def turned_rows(stack: Tensor, groups: RowGroups, x: Tensor) -> Tensor:
+    """Return the features of each row, rotated as its adapter does.
+
+    Args:
+        stack: `rotation` of each adapter, `[n, 1 or m, chunks, width, width]`.
+        groups: which adapter each row takes.
+        x: `[rows, *tokens, d]`.
+    """
+    Q, own = groups.taken(stack), groups.acting(x)
+    return groups.placed(in_layout_of(rotated(own, Q), own, Q), x)
 
 
 @cache
