@@ -32,7 +32,7 @@ from adapterzoo.errors import CompositionError
 from adapterzoo.kernels.grouped import RowGroups, stacked
 
 from . import Average, Child, Fuse, Node, Split, fusion_key
-from .rows import PackedRows, RowLayout, RowMap
+from .rows import PackedRows, RowLayout, RowMap, SlotRows
 
 
 def _inner_property(name: str) -> Any:
@@ -256,7 +256,7 @@ Tree: TypeAlias = "Tokens | Mean | Fused"
 Chain: TypeAlias = tuple["int | Tree", ...]
 """Numbers of adapters, and trees of them, in the order in which they nest, innermost first."""
 
-Step: TypeAlias = "Chain | RowSteps | Copies"
+Step: TypeAlias = "Chain | RowSteps | Slots | Copies"
 
 Adapters: TypeAlias = Sequence[Any]
 """The adapters and fusion layers of a site, by number."""
@@ -537,6 +537,41 @@ class RowSteps:
         return layout.restored(torch.cat(outputs))  # [rows, …]
 
 
+@dataclass(frozen=True)
+class Slots:
+    """For each row an adapter from the slots of a shelf, or none.
+
+    The adapters of the site are functions of the groups of the rows, an input and its base.
+
+    Attributes:
+        shelves: the number of the shelf of each, innermost first.
+        at_outputs: see `RowSteps`.
+    """
+
+    shelves: tuple[int, ...]
+    at_outputs: bool = False
+
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
+        """Return the output of all rows. `x` `[rows, …]`.
+
+        Raises:
+            BatchError: the number of rows does not fit.
+            CompositionError: the layer was called alone.
+        """
+        if not isinstance(rows, SlotRows):
+            raise CompositionError(_CALLED_ALONE)
+        if self.at_outputs and rows.outputs is not None:
+            rows = rows.outputs
+        packed = is_packed(x, rows)
+        if packed:
+            base = PackedLayer(base, x)
+            x = base.x
+        for shelf, adapter in zip(self.shelves, adapters, strict=True):
+            base = Nested(functools.partial(adapter, rows.groups(shelf, x.shape[0])), base)
+        y = base(x)
+        return y.transpose(0, 1) if packed else y
+
+
 def is_packed(x: Tensor, rows: RowMap) -> bool:
     """Return whether a layer's input is one sequence of packed requests, not a row for each token.
 
@@ -544,7 +579,7 @@ def is_packed(x: Tensor, rows: RowMap) -> bool:
         x: features, or numbers of tokens.
         rows: of the batch.
     """
-    if not isinstance(rows, PackedRows):
+    if not (isinstance(rows, PackedRows) or (isinstance(rows, SlotRows) and rows.is_packed)):
         return False
     return x.shape[0] == 1 and x.dim() > (2 if x.is_floating_point() else 1)
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from adapterzoo.errors import BatchError, CompositionError, StateError
-from adapterzoo.kernels.grouped import Groups, on_device
+from adapterzoo.kernels.grouped import Groups, RowGroups, RowIndex, on_device
 
 from . import BatchSplit, Child, MultiTask, Node, Parallel, Stack
+
+_NONE = torch.empty(0, 0, dtype=torch.int64)
 
 
 def has_rows(node: Child) -> bool:
@@ -374,6 +376,81 @@ class PackedRows(RowMap):
     def layout_of(self, x: Tensor) -> RowLayout:
         """Return the layout of a layer's input whose rows are tokens."""
         return self.layout(x.shape[0])
+
+
+@dataclass(slots=True)
+class SlotRows(RowMap):
+    """Rows of which each takes an adapter from the slots of shelves, or none.
+
+    The slots are tensors, so that compiled code runs for any of them.
+
+    Attributes:
+        host: int64 `[shelves, rows]` on the CPU; −1 where a row takes none of a shelf.
+        slots: the same on the device of the model.
+        is_packed: whether the rows are the tokens of packed requests, `[1, tokens, …]`.
+        outputs: the rows whose logits are computed, if an output layer gets these alone.
+    """
+
+    index: tuple[int, ...] = ()
+    heads: tuple[str, ...] | None = ()
+    exact: bool = True
+    host: Tensor = _NONE
+    slots: Tensor = _NONE
+    is_packed: bool = False
+    outputs: SlotRows | None = None
+    _made: dict[int, RowGroups] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def placed(cls, host: Tensor, device: torch.device, is_packed: bool = False) -> Self:
+        """Return the rows of a batch.
+
+        Args:
+            host: see the class.
+            device: of the model.
+            is_packed: see the class.
+        """
+        count = host.shape[1]
+        # one number for each row: how many there are is checked as for any batch
+        return cls((0,) * count, host=host, slots=host.to(device), is_packed=is_packed)
+
+    def enter(
+        self,
+        count: int,
+        together: bool,
+        tokens: frozenset[int] | None = frozenset(),
+        task_ids: Sequence[int] = (),
+    ) -> SlotRows:
+        """Return the rows of one call whose batch has been checked; see `RowMap`."""
+        return replace(self, together=together, tokens=tokens, entered=True)
+
+    def groups(self, shelf: int, count: int) -> RowGroups:
+        """Return which slot of a shelf each row takes.
+
+        Args:
+            shelf: its number.
+            count: how many rows a layer got.
+
+        Raises:
+            BatchError: the number of rows does not fit.
+        """
+        own = self.host.shape[1]
+        times = 1 if count == own else self._times(count, own)
+        if torch.compiler.is_compiling():
+            both = (t[shelf].repeat_interleave(times) for t in (self.host, self.slots))
+            return RowIndex(*both)
+        if (found := self._made.get(shelf)) is None or len(found.host) != count:
+            found = Groups.of(self.host[shelf].repeat_interleave(times))
+            self._made[shelf] = found
+        return found
+
+    def _times(self, count: int, own: int) -> int:
+        times, rest = divmod(count, own)
+        if rest or self.is_packed:
+            raise BatchError(
+                f"rows of a batch: an adapted layer got {count} rows, and {own} were named. Name "
+                f"an adapter, or None, for each row."
+            )
+        return times
 
 
 def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:

@@ -384,7 +384,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
-        if not state.records:
+        if not state.records and state.pool is None:
             guards.take_guard(stack)
 
 

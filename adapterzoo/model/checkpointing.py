@@ -324,6 +324,18 @@ def as_saved(
     return config if members == [*config.members] else of_members(members)
 
 
+def config_in(model: AdaptedModel, stored: Checkpoint) -> AdapterConfig:
+    """Return the config of an adapter in a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    document = stored.metadata.get("config")
+    if not isinstance(document, Mapping):
+        raise CheckpointError("the checkpoint has no adapter config. Save it again.")
+    return as_saved(AdapterConfig.from_dict(document), stored.adapter, model.anatomy)
+
+
 def filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> AdapterRecord:
@@ -332,10 +344,7 @@ def filled(
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit the model.
     """
-    document = stored.metadata.get("config")
-    if not isinstance(document, Mapping):
-        raise CheckpointError("the checkpoint has no adapter config. Save it again.")
-    config = as_saved(AdapterConfig.from_dict(document), stored.adapter, model.anatomy)
+    config = config_in(model, stored)
     everywhere: set[str] = set()
     if leave_out:
         everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}

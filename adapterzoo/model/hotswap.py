@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adapterzoo import formats, inject, tensor_parallel
-from adapterzoo.averaging import STRATEGIES
+from adapterzoo import formats, tensor_parallel
 from adapterzoo.composition import parse
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.inject.building import at_hand
 
-from . import adapters, checkpointing, sharding
+from . import adapters, checkpointing, sharding, slots
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .heads import copies, named, store
 from .hf.guards import paused, refuse_in_flight
 from .hf.info import ModelInfo
-from .state import AdaptedModel, AdapterRecord, LoadOptions, layer_in, modules_of
+from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
 
 
 class Write(NamedTuple):
@@ -153,7 +150,7 @@ def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
     found: list[Write] = []
     for path, own in () if lines else modules_of(model, name):
-        other = _without_effect(model, path, own) if path in unused else record.coming[path]
+        other = slots.without_effect(model, path, own) if path in unused else record.coming[path]
         coming, mine = in_slot(other, own), own.state_dict(keep_vars=True)
         lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
@@ -186,15 +183,6 @@ def _unused(slot: AdapterRecord, record: AdapterRecord) -> set[str]:
     """Return the paths of a slot that the record lacks, if its methods may act in fewer layers."""
     may = all("target_modules" in member.slot_fields for member in slot.config.members)
     return {path for path, p in slot.places.items() if may and p and path not in record.places}
-
-
-def _without_effect(model: AdaptedModel, path: str, own: Adapter) -> Adapter:
-    """Return an adapter like the one at a path that changes nothing, 0 times that one."""
-    layer, made = layer_in(model, path), deepcopy(own)
-    originals = model._adapter_state.originals.get(path, {})
-    with torch.no_grad(), at_hand(layer):
-        inject.combine(layer, made, [own], [0.0], STRATEGIES["linear"], originals)
-    return made
 
 
 def _differences(slot: AdapterRecord, record: AdapterRecord, unused: set[str]) -> list[str]:

@@ -117,6 +117,7 @@ class AdapterState:
         interface: names of layers that the user gave; None without any.
         disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
+        pool: what fills slots at the layers, see `slots.Pool`; None: there are none.
         trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
     """
 
@@ -138,6 +139,7 @@ class AdapterState:
     interface: AdapterModelInterface | None = None
     disabled: tuple[Composition, tuple[int, ...]] | None = None
     slot_rank: int | None = None
+    pool: Any = None
     trains: bool = False
 
     def find(self, name: object) -> AdapterRecord:

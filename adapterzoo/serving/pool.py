@@ -1,0 +1,722 @@
+"""`AdapterPool`: any number of adapters in files, of which the slots of a model hold a few.
+
+A batch names an adapter, or none, for each row. The pool brings the adapters of a batch into slots
+(see `model/slots.py`), the least recently used of which makes room, and keeps what it has read on
+the CPU, up to a number of bytes. Batches that find no free slot wait in the order in which they
+came.
+
+Sources: Sheng et al. 2023 (S-LoRA), arXiv:2311.03285, §4; the words are those of vLLM's
+`max_loras` and `max_cpu_loras`, SGLang's pinned adapters and LoRAX's loading on request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from adapterzoo import formats
+from adapterzoo.composition.rows import SlotRows
+from adapterzoo.config import AdapterConfig
+from adapterzoo.errors import (
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    listing,
+    names_call,
+    unknown_name,
+)
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.fit import fingerprint
+from adapterzoo.model import checkpointing
+from adapterzoo.model import slots as _slots
+from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.state import AdaptedModel, named_tensors
+from adapterzoo.names import BASE, check_name
+
+StrPath: TypeAlias = "str | Path"
+
+
+class Lease(NamedTuple):
+    """A slot that holds an adapter until it is released.
+
+    Attributes:
+        name: of the adapter.
+        shelf: number of the shelf.
+        slot: number of the slot on it.
+    """
+
+    name: str
+    shelf: int
+    slot: int
+
+
+@dataclass(eq=False)
+class Member:
+    """An adapter of a pool.
+
+    Attributes:
+        folder: with its files.
+        shelf: number of the shelf.
+        pinned: whether it keeps its slot.
+        fingerprint: of its files as they were read first; empty before.
+        claims: of requests that will use it.
+        leaves: whether it is being removed.
+    """
+
+    folder: Path
+    shelf: int
+    pinned: bool = False
+    fingerprint: str = ""
+    claims: int = 0
+    leaves: bool = False
+
+
+@dataclass(eq=False)
+class Places:
+    """The slots of a shelf.
+
+    Attributes:
+        names: what each holds.
+        users: how many batches use each.
+        used: numbers of the slots, the least recently used first.
+    """
+
+    names: list[str | None]
+    users: list[int]
+    used: OrderedDict[int, None]
+
+    @classmethod
+    def empty(cls, count: int) -> Places:
+        """Return slots without adapters."""
+        return cls([None] * count, [0] * count, OrderedDict.fromkeys(range(count)))
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A batch that waits for slots; `given_up` once nobody waits for it."""
+
+    given_up: bool = field(default=False)
+
+
+class AdapterPool:
+    """Adapters by name, for the rows of batches and for requests of continuous batching.
+
+    ```python
+    pool = AdapterPool(model, {"a": "runs/a", "b": "runs/b"}, slots=8, max_bytes=2**30)
+    with pool.use(["a", None, "b"]):
+        model.generate(**batch)
+    model.generate_batch(prompts, adapter_names=["b", None, "a"])
+    ```
+
+    All methods may be called from any thread. A compiled model runs one graph for all adapters.
+    """
+
+    @names_call
+    def __init__(
+        self,
+        model: Any,
+        adapters: Mapping[str, StrPath] | Iterable[StrPath] = (),
+        *,
+        configs: Iterable[AdapterConfig | str] = (),
+        slots: int = 8,
+        max_bytes: int | None = None,
+        pinned: Iterable[str] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the slots; the adapters are loaded when they are first used.
+
+        Args:
+            model: on its device, from `init` or an `AutoAdapterModel`; inference only.
+            adapters: folders by name, or folders that are named as their adapters are.
+            configs: of the largest adapters that `add` brings later; those of `adapters` have room
+                in any case.
+            slots: number of adapters of one kind, that is of one method with the same options, that
+                can act at the same time.
+            max_bytes: bound of what the pool keeps in all, on the device and on the CPU, at least
+                the slots and one adapter; None: there is none.
+            pinned: adapters that never lose their slots; they are loaded now.
+            dtype: of the adapters; None: as in their files.
+
+        Raises:
+            CheckpointError: a folder holds no adapter of this model.
+            ConfigError: an argument is wrong, or an adapter cannot act in a slot.
+            StateError: the model has a pool, is sharded, or has a merged adapter.
+        """
+        if type(slots) is not int or slots < 1:
+            raise ConfigError(f"slots={slots!r} is not a number of slots. Write slots=8.")
+        self.model: AdaptedModel = model
+        self._dtype = dtype
+        folders = self._named(adapters)
+        wide = [AdapterConfig.load(config) for config in configs]
+        own = {name: self._config(self._read(folder)) for name, folder in folders.items()}
+        if not own and not wide:
+            raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
+        self._make(own, wide, slots)
+        self._members = {
+            name: Member(folder, self._shelf_of(name, own[name]))
+            for name, folder in folders.items()
+        }
+        largest = max(shelf.nbytes // slots for shelf in self._shelves)
+        least = sum(shelf.nbytes for shelf in self._shelves) + largest
+        if max_bytes is not None and max_bytes < least:
+            raise ConfigError(
+                f"max_bytes={max_bytes} is less than {slots} slots and one adapter of the largest "
+                f"size take. Write max_bytes={least}, or fewer slots."
+            )
+        self._most = max_bytes
+        self._cached: OrderedDict[str, tuple[_slots.Stored, int]] = OrderedDict()
+        self._cached_bytes = 0
+        self._places = [Places.empty(slots) for _ in self._shelves]
+        self._changed = threading.Condition()
+        self._queue: deque[Waiting] = deque()
+        self._counts: Counter[str] = Counter()
+        self._waited = 0.0
+        self._closed = False
+        self.plan = _slots.put(model, self, self._shelves)
+        try:
+            for name in pinned:
+                self.pin(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(
+        self, own: Mapping[str, AdapterConfig], wide: Sequence[AdapterConfig], count: int
+    ) -> None:
+        """Make the shelves for these configs."""
+        _slots.refuse_merged(self.model)
+        self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], count)
+
+    def _named(self, adapters: Mapping[str, StrPath] | Iterable[StrPath]) -> dict[str, Path]:
+        """Return folders by name."""
+        if isinstance(adapters, (str, Path)):
+            raise ConfigError(f"adapters={adapters!r} is one folder. Write [{str(adapters)!r}].")
+        if isinstance(adapters, Mapping):
+            return {check_name(name): Path(folder) for name, folder in adapters.items()}
+        found: dict[str, Path] = {}
+        for folder in map(Path, adapters):
+            name = checkpointing.name_in(None, self._read(folder), folder)
+            if name in found:
+                raise ConfigError(
+                    f"{str(found[name])!r} and {str(folder)!r} both hold {name!r}. Write "
+                    "adapters={'name': folder, …}."
+                )
+            found[name] = folder
+        return found
+
+    def _read(self, folder: Path) -> Checkpoint:
+        return formats.read(folder, "adapter", ModelInfo(self.model, False))
+
+    def _config(self, stored: Checkpoint) -> AdapterConfig:
+        return checkpointing.config_in(self.model, stored)
+
+    def _shelf_of(self, name: str, config: AdapterConfig) -> int:
+        """Return the number of the shelf for adapters of a config.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        kind = _slots.kind_of(config)
+        for number, shelf in enumerate(self._shelves):
+            if shelf.kind == kind:
+                return number
+        raise ConfigError(
+            f"the pool has no slots for the kind of {name!r}, {config!r}. Write AdapterPool(model, "
+            "configs=[…]) with this config."
+        )
+
+    # --- which adapters there are ---
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is an adapter of this name."""
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter([*self._members])
+
+    def __len__(self) -> int:
+        """Return how many adapters there are."""
+        return len(self._members)
+
+    def _member(self, name: object) -> Member:
+        """Return an adapter.
+
+        Raises:
+            StateError: it is being removed, or the pool is closed.
+            UnknownNameError: there is none.
+        """
+        if self._closed:
+            raise StateError("the pool is closed. Make another one.")
+        if not isinstance(name, str) or name not in self._members:
+            raise unknown_name("", "adapter", name, self._members)
+        member = self._members[name]
+        if member.leaves:
+            raise StateError(f"{name!r} is being removed. Write pool.add({name!r}, …) afterwards.")
+        return member
+
+    @names_call
+    def add(
+        self, name: str, folder: StrPath, *, pinned: bool = False, overwrite_ok: bool = False
+    ) -> None:
+        """Add an adapter, or replace one once nothing uses it; read now, while others run.
+
+        Args:
+            name: for `use` and requests.
+            folder: with its files, which have to stay.
+            pinned: whether it keeps a slot from now on.
+            overwrite_ok: whether it may replace one of this name.
+
+        Raises:
+            CheckpointError: the folder holds no adapter of this model.
+            ConfigError: it fits into no slot.
+            DuplicateNameError: the name is taken.
+        """
+        check_name(name)
+        if name in self._members and not overwrite_ok:
+            raise DuplicateNameError(
+                f"the pool has an adapter {name!r}. Write overwrite_ok=True, or another name."
+            )
+        path = Path(folder)
+        shelf = self._shelf_of(name, self._config(self._read(path)))
+        member = Member(path, shelf)
+        # all that may fail
+        print_, stored, size = self._load(name, member)
+        with self._changed:
+            if name in self._members:
+                self._leave(name)
+            member.fingerprint = print_
+            self._members[name] = member
+            self._keep(name, stored, size)
+            self._counts["added"] += 1
+        if pinned:
+            self.pin(name)
+
+    @names_call
+    def remove(self, name: str) -> None:
+        """Remove an adapter once nothing uses it; its files stay.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        with self._changed:
+            self._member(name)
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        """Wait until nothing uses an adapter, and forget it."""
+        member = self._members[name]
+        member.leaves = True
+        try:
+            self._unpin(name)
+            self._changed.wait_for(lambda: not member.claims and not self._users(name))
+        except BaseException:
+            member.leaves = False
+            raise
+        places = self._places[member.shelf]
+        places.names = [None if each == name else each for each in places.names]
+        self._drop(name)
+        del self._members[name]
+        self._changed.notify_all()
+
+    @names_call
+    def pin(self, name: str) -> None:
+        """Load an adapter into a slot that it keeps.
+
+        Raises:
+            ConfigError: no slot would be left for others.
+        """
+        with self._changed:
+            member = self._member(name)
+            if member.pinned:
+                return
+            kept = sum(m.pinned for m in self._members.values() if m.shelf == member.shelf)
+            if kept + 1 >= len(self._places[member.shelf].names):
+                raise ConfigError(
+                    f"pin({name!r}): {kept} of {kept + 1} slots are pinned, and others need one. "
+                    "Write a larger slots=…"
+                )
+            member.pinned = True
+        try:
+            self._acquire([name])
+        except BaseException:
+            member.pinned = False
+            raise
+
+    @names_call
+    def unpin(self, name: str) -> None:
+        """Let an adapter lose its slot again."""
+        with self._changed:
+            self._member(name)
+            self._unpin(name)
+
+    def _unpin(self, name: str) -> None:
+        member = self._members[name]
+        if member.pinned:
+            member.pinned = False
+            places = self._places[member.shelf]
+            self.release(Lease(name, member.shelf, places.names.index(name)))
+
+    # --- the cache on the CPU ---
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool keeps: the slots, and what has been read."""
+        return sum(shelf.nbytes for shelf in self._shelves) + self._cached_bytes
+
+    def _load(self, name: str, member: Member) -> tuple[str, _slots.Stored, int]:
+        """Read an adapter; return its fingerprint, its values on the CPU, and their bytes.
+
+        Raises:
+            CheckpointError: its files do not fit the model.
+            ConfigError: it fits into no slot.
+        """
+        with _ONE_AT_A_TIME:
+            record = checkpointing.filled(self.model, self._read(member.folder), (), self._dtype)
+            _slots.check_batched(repr(name), record)
+            print_ = fingerprint(record.config.to_dict(), named_tensors(record.coming))
+            values = _slots.values_of(self.model, record)
+            stored = _slots.to_host(values, self.model.device.type == "cuda")
+        self._shelves[member.shelf].check(name, stored)
+        return print_, stored, sum(map(_slots.nbytes, stored.values()))
+
+    def _keep(self, name: str, stored: _slots.Stored, size: int) -> None:
+        self._drop(name)
+        self._make_room(size)
+        self._cached[name] = stored, size
+        self._cached_bytes += size
+
+    def _drop(self, name: str) -> None:
+        _, size = self._cached.pop(name, (None, 0))
+        self._cached_bytes -= size
+
+    def _make_room(self, size: int) -> None:
+        """Forget what was used longest ago until so many bytes are free."""
+        while self._cached and self._most is not None and self.nbytes + size > self._most:
+            self._drop(next(iter(self._cached)))
+            self._counts["evicted_from_cpu"] += 1
+
+    def _stored(self, name: str, member: Member) -> _slots.Stored:
+        """Return the values of an adapter, from its files if the cache has lost them.
+
+        Raises:
+            StateError: its files have changed.
+        """
+        with self._changed:
+            if (found := self._cached.get(name)) is not None:
+                self._cached.move_to_end(name)
+                self._counts["cpu_hits"] += 1
+                return found[0]
+            # before it is read, so that the bound holds while it is
+            self._make_room(self._shelves[member.shelf].nbytes // len(self._places[0].names))
+        print_, stored, size = self._load(name, member)
+        with self._changed:
+            self._counts["loads"] += 1
+            if member.fingerprint not in ("", print_):
+                raise StateError(
+                    f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
+                    f"pool.add({name!r}, …, overwrite_ok=True)."
+                )
+            member.fingerprint = print_
+            self._keep(name, stored, size)
+        return stored
+
+    # --- slots ---
+
+    def _users(self, name: str) -> int:
+        places = self._places[self._members[name].shelf]
+        return sum(u for own, u in zip(places.names, places.users, strict=True) if own == name)
+
+    def _find(self, names: Sequence[str]) -> list[tuple[Lease, bool]] | None:
+        """Return a slot for each adapter, and whether it holds it; None if not all have one now."""
+        found: list[tuple[Lease, bool]] = []
+        for name in names:
+            shelf = self._member(name).shelf
+            places = self._places[shelf]
+            there = places.names.index(name) if name in places.names else None
+            found.append((Lease(name, shelf, -1 if there is None else there), there is not None))
+        taken = {(lease.shelf, lease.slot) for lease, is_there in found if is_there}
+        for number, (lease, is_there) in enumerate(found):
+            if is_there:
+                continue
+            places = self._places[lease.shelf]
+            free = [
+                slot
+                for slot in places.used
+                if not places.users[slot] and (lease.shelf, slot) not in taken
+            ]
+            if not free:
+                return None
+            # an empty one first
+            slot = next((slot for slot in free if places.names[slot] is None), free[0])
+            taken.add((lease.shelf, slot))
+            found[number] = lease._replace(slot=slot), False
+        return found
+
+    def _refuse_more_than_slots(self, names: Sequence[str]) -> None:
+        """Refuse a batch for which the slots can never be enough.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        for number, places in enumerate(self._places):
+            own = [name for name in names if self._member(name).shelf == number]
+            pinned = [n for n, m in self._members.items() if m.pinned and m.shelf == number]
+            if len({*own, *pinned}) > len(places.names):
+                raise ConfigError(
+                    f"a batch names {len(own)} adapters of one kind, and {len(places.names)} slots "
+                    f"hold {len(pinned)} pinned ones too. Write AdapterPool(…, "
+                    f"slots={len({*own, *pinned})}), or smaller batches."
+                )
+
+    def _acquire(
+        self, names: Iterable[str], waiting: Waiting | None = None, blocks: bool = True
+    ) -> list[Lease] | None:
+        """Return slots that hold the adapters; None if there are none now and `blocks` is false.
+
+        Raises:
+            AdapterZooError: an adapter is unknown, cannot be loaded, or there are too many.
+        """
+        names, own = tuple(dict.fromkeys(names)), waiting or Waiting()
+        start = time.monotonic()
+        with self._changed:
+            self._refuse_more_than_slots(names)
+            if not blocks and (self._queue or self._find(names) is None):
+                return None
+            self._queue.append(own)
+        leases: list[Lease] = []
+        try:
+            with self._changed:
+                found: list[tuple[Lease, bool]] | None = None
+                while self._queue[0] is not own or (found := self._find(names)) is None:
+                    self._changed.wait()
+                    if own.given_up:
+                        return None
+                for lease, is_there in found:
+                    places = self._places[lease.shelf]
+                    places.users[lease.slot] += 1
+                    places.used.move_to_end(lease.slot)
+                    if not is_there:
+                        self._counts["evicted"] += places.names[lease.slot] is not None
+                        places.names[lease.slot] = None
+                    leases.append(lease)
+                    self._counts["hits" if is_there else "misses"] += 1
+                self._waited += time.monotonic() - start
+            for lease, is_there in found:
+                if not is_there:
+                    stored = self._stored(lease.name, self._members[lease.name])
+                    self._shelves[lease.shelf].write(lease.slot, stored)
+                    self._places[lease.shelf].names[lease.slot] = lease.name
+        except BaseException:
+            for lease in leases:
+                self.release(lease)
+            raise
+        finally:
+            with self._changed:
+                self._queue.remove(own)
+                self._changed.notify_all()
+        return leases
+
+    def release(self, lease: Lease) -> None:
+        """Give a slot back; the adapter stays there until another one needs it."""
+        with self._changed:
+            self._places[lease.shelf].users[lease.slot] -= 1
+            self._changed.notify_all()
+
+    # --- batches ---
+
+    @contextmanager
+    def use(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
+        """Let each row of the calls in a block take an adapter of the pool, in this thread or task.
+
+        Waits for slots if others use them all. All beams and returned sequences of a row take its
+        adapter. The head is the active one of the model.
+
+        Args:
+            adapter_names: for each row of the batch, None for the base model.
+
+        Raises:
+            CheckpointError: files of an adapter are damaged.
+            ConfigError: there are more adapters than slots.
+            StateError: an adapter is merged or being removed, or its files have changed.
+            UnknownNameError: an adapter is unknown.
+        """
+        names = self._checked(adapter_names)
+        leases = self._acquire(name for name in names if name is not None) or []
+        try:
+            with self.model._active.entered(self._planned(names, leases)):
+                yield
+        finally:
+            for lease in leases:
+                self.release(lease)
+
+    @asynccontextmanager
+    async def use_async(self, adapter_names: Sequence[str | None]) -> AsyncIterator[None]:
+        """Do what `use` does, without stopping the event loop while slots are awaited.
+
+        Args:
+            adapter_names: as in `use`.
+
+        Raises:
+            AdapterZooError: as in `use`.
+        """
+        names, waiting = self._checked(adapter_names), Waiting()
+        wanted = [name for name in names if name is not None]
+        running = asyncio.ensure_future(asyncio.to_thread(self._acquire, wanted, waiting))
+        try:
+            leases = await asyncio.shield(running) or []
+        except asyncio.CancelledError:
+            with self._changed:
+                waiting.given_up = True
+                self._changed.notify_all()
+            for lease in await running or []:
+                self.release(lease)
+            raise
+        try:
+            with self.model._active.entered(self._planned(names, leases)):
+                yield
+        finally:
+            for lease in leases:
+                self.release(lease)
+
+    def _checked(self, adapter_names: Sequence[str | None]) -> list[str | None]:
+        """Return the names of rows, None for the base model.
+
+        Raises:
+            CompositionError: they are no list of names.
+        """
+        if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
+            raise CompositionError(
+                f"use({adapter_names!r}): write a list with a name, or None, for each row."
+            )
+        _slots.refuse_merged(self.model)
+        names = [None if name == BASE else name for name in adapter_names]
+        for name in names:
+            if name is not None:
+                self._member(name)
+        if not names:
+            raise CompositionError("use([]): there are no rows. Write use(['a', None]).")
+        return names
+
+    def _planned(self, names: Sequence[str | None], leases: Sequence[Lease]) -> Any:
+        by_name = {lease.name: lease for lease in leases}
+        rows = self.rows([by_name.get(name or "") for name in names], [1] * len(names))
+        return replace(self.plan, rows=rows, heads=self.model._active.heads)
+
+    def rows(
+        self, leases: Sequence[Lease | None], counts: Sequence[int], is_packed: bool = False
+    ) -> SlotRows:
+        """Return the rows of a batch; see `slots.Pool`."""
+        index = torch.full((len(self._shelves), len(leases)), -1, dtype=torch.int64)
+        for row, lease in enumerate(leases):
+            if lease is not None:
+                index[lease.shelf, row] = lease.slot
+        host = index.repeat_interleave(torch.tensor([*counts], dtype=torch.int64), 1)
+        return SlotRows.placed(host, self.model.device, is_packed)
+
+    # --- requests of continuous batching ---
+
+    def claim(self, name: str) -> bytes:
+        """Keep an adapter until `disclaim`, and return its fingerprint; see `slots.Pool`."""
+        with self._changed:
+            member = self._member(name)
+            self._refuse_more_than_slots([name])
+            member.claims += 1
+        try:
+            if not member.fingerprint:
+                self._stored(name, member)
+        except BaseException:
+            self.disclaim(name)
+            raise
+        return member.fingerprint.encode()
+
+    def disclaim(self, name: str) -> None:
+        """Undo `claim`."""
+        with self._changed:
+            self._members[name].claims -= 1
+            self._changed.notify_all()
+
+    def lease(self, name: str) -> Lease | None:
+        """Return a slot with an adapter, for `release`; None if none is free now."""
+        found = self._acquire([name], blocks=False)
+        return None if found is None else found[0]
+
+    # --- what it does ---
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the pool was made, and its state now.
+
+        `hits` and `misses` count adapters of batches that were in a slot or not, `loads` those that
+        were read from files, `evicted` those that lost a slot, `evicted_from_cpu` those that were
+        forgotten; `waited_seconds` is the time that batches waited, all together.
+        """
+        with self._changed:
+            names = ("hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added")
+            device = sum(shelf.nbytes for shelf in self._shelves)
+            users = [u for places in self._places for u in places.users]
+            return {
+                **{name: self._counts[name] for name in names},
+                "waited_seconds": self._waited,
+                "waiting": len(self._queue),
+                "adapters": len(self._members),
+                "pinned": sum(member.pinned for member in self._members.values()),
+                "slots": len(users),
+                "slots_in_use": sum(u > 0 for u in users),
+                "slot_bytes": device,
+                "cpu_bytes": self._cached_bytes,
+            }
+
+    def prometheus(self) -> str:
+        """Return `metrics` in the text format of Prometheus."""
+        lines = []
+        for name, value in self.metrics().items():
+            is_count = name in _COUNTED
+            shown = f"adapterzoo_pool_{name}{'_total' if is_count else ''}"
+            kind = "counter" if is_count else "gauge"
+            lines += [f"# TYPE {shown} {kind}", f"{shown} {value:g}"]
+        return "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        """Take the slots out of the model, once nothing uses them; the files stay."""
+        with self._changed:
+            if self._closed:
+                return
+            for name in [n for n, member in self._members.items() if member.pinned]:
+                self._unpin(name)
+            self._closed = True
+            self._changed.wait_for(lambda: not any(u for p in self._places for u in p.users))
+            _slots.take(self.model, self._shelves)
+            self._cached.clear()
+            self._cached_bytes = 0
+
+    def __enter__(self) -> AdapterPool:
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return how many adapters and slots there are."""
+        count = len(self._places[0].names)
+        kinds = listing(kind[0][0] for kind in (s.kind for s in self._shelves))  # type: ignore[index]
+        return f"AdapterPool({len(self)} adapters, {count} slots each for {kinds})"
+
+
+# torch's random numbers are those of the process
+_ONE_AT_A_TIME = threading.RLock()
+_COUNTED = frozenset(
+    {"hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added",
+     "waited_seconds"}
+)  # fmt: skip
