@@ -11,10 +11,12 @@ continuous_batching`, as it is in the versions of `TESTED`:
 - `ContinuousBatchingManager`: `add_request`, `warmup`, `_run_generation_loop`,
   `_create_batch_processor`, `_request_lock`, `_request_counter`, `distributed_helper`
 - `ContinuousBatchProcessor`: `prepare_next_batch`, `update_batch`, `_generation_step`,
-  `_handle_request_error`, `inputs_and_outputs`, `model_runner`, `scheduler`, `cache`
+  `_handle_request_error`, `fail_all_requests`, `has_pending_requests`, `inputs_and_outputs`,
+  `model_runner`, `scheduler`, `cache`
 - `ContinuousBatchingIOs`: `requests_in_batch`, `num_q_tokens`, `_get_num_sequences`
 - `ModelRunner`: `_get_forward_fn`, `_forward_process_and_sample`, `supports_logits_to_keep`
-- `Scheduler`: `add_waiting_request`, `active_requests`, `waiting_requests`
+- `Scheduler`: `add_waiting_request`, `set_request_cancellation`, `active_requests`,
+  `waiting_requests`
 - `PagedAttentionCache`: `search_prefix_match`, `mark_complete_blocks`, `cache_allocators`
 - the children of a request are called `<id>__child#<number>`
 """
@@ -25,10 +27,11 @@ import functools
 import hashlib
 import operator
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import transformers
 from packaging.version import Version
@@ -37,7 +40,7 @@ from torch import Tensor, nn
 from adapterzoo.caches import values_kept
 from adapterzoo.call import NEVER, Generation, PackedPrompts
 from adapterzoo.composition import Child, Composition, Fuse, Node, Split, fusions_of
-from adapterzoo.composition.rows import PackedRows
+from adapterzoo.composition.rows import PackedRows, SlotRows
 from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
 from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing, naming
 from adapterzoo.formats.fit import digest, fingerprint
@@ -45,6 +48,7 @@ from adapterzoo.inject.adapted import Adapted, acting, below_wrappers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
 from adapterzoo.model import batches
 from adapterzoo.model.heads.copies import table_of
+from adapterzoo.model.slots import Pool, refuse_merged
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -55,6 +59,7 @@ from adapterzoo.model.state import (
     named_tensors,
 )
 from adapterzoo.model.training import adapter_fingerprint
+from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
 from .guards import Requests, watch
@@ -77,6 +82,8 @@ ACTIVE: Any = object()
 """The adapter of a request that names none: what is active where it is added."""
 
 _CHILD = "__child#"
+
+_T = TypeVar("_T")
 
 
 def is_tested() -> bool:
@@ -114,6 +121,8 @@ class Variant:
         invocations: the sequences from which adapters act.
         begins: whether an adapter acts from the first token on.
         alone: why requests of no other variant may run in the same steps; empty if they may.
+        is_pooled: whether each request has its own adapter of a pool, or none.
+        member: that adapter.
     """
 
     plan: Plan
@@ -123,6 +132,33 @@ class Variant:
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
     alone: str = ""
+    is_pooled: bool = False
+    member: str | None = None
+
+
+def asked_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
+    """Return what acts on a request, which may be an adapter of the model's pool.
+
+    With a pool, requests for the base model run in the steps of those for its adapters.
+
+    Args:
+        model: with adapters.
+        adapter_name: see `variant_of`.
+
+    Raises:
+        AdapterZooError: see there.
+    """
+    pool: Pool | None = model._adapter_state.pool
+    name = None if adapter_name == BASE else adapter_name
+    if name is ACTIVE and model._active.plan.setup is None:
+        name = None
+    if pool is None or not (name is None or name in pool):
+        return variant_of(model, adapter_name)
+    refuse_merged(model)
+    plan = replace(pool.plan, heads=model._active.heads)
+    why = "adapters of a pool run in steps of their own"
+    member = cast("str | None", name)
+    return Variant(plan, key=("pool", plan.heads), alone=why, is_pooled=True, member=member)
 
 
 def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
@@ -238,6 +274,8 @@ class Pinned:
         salt: numbers that its tokens are combined with in the hashes of blocks.
         first: the first token of which the keys or values are not those of the base model.
         is_running: whether the worker has it.
+        member: the adapter of a pool that it has claimed.
+        lease: its slot, once it has one.
     """
 
     variant: Variant
@@ -245,6 +283,8 @@ class Pinned:
     salt: tuple[int, ...] = ()
     first: int = 0
     is_running: bool = False
+    member: str | None = None
+    lease: Any = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -369,19 +409,22 @@ class Batch(Requests):
         own: what was active when the manager was made; its steps may run as captured graphs.
         variants: the parts of the plan of a mixed step.
         mixed: that plan; None for less than two variants.
+        pool: of the model, if it has one.
     """
 
-    def __init__(self, own: Variant) -> None:
+    def __init__(self, own: Variant, pool: Pool | None = None) -> None:
         """Start without requests.
 
         Args:
             own: see the class.
+            pool: see the class.
         """
         super().__init__()
         self.own = own
         self.variants: tuple[Variant, ...] = ()
         self.mixed: Plan | None = None
         self._contents = Contents()
+        self.pool = pool
 
     def admit(
         self,
@@ -412,13 +455,19 @@ class Batch(Requests):
                 raise StateError(
                     f"{going[0]!r} is being deleted or replaced. Add the request again later."
                 )
-            now = _records(model, variant.plan.setup)
+            now = () if variant.is_pooled else _records(model, variant.plan.setup)
             if any(one is not other for one, other in zip(variant.records, now, strict=True)):
                 # by another thread, since the variant was made
                 raise StateError(
                     f"{variant.plan.setup!r} has been deleted or replaced. Add the request again."
                 )
+            member = variant.member
             variant = self._include(variant)
+            if member is not None:
+                self.pool = cast("Pool", model._adapter_state.pool)
+                content = self.pool.claim(member)
+                self.pins[key] = replace(pinned(variant, input_ids, content, b""), member=member)
+                return
             if not by_content:
                 self.pins[key] = Pinned(variant)
                 return
@@ -454,8 +503,22 @@ class Batch(Requests):
         """Forget requests that have not been added."""
         with self.changed:
             for key in keys:
-                self.pins.pop(key, None)
+                pin = cast("Pinned | None", self.pins.pop(key, None))
+                if pin is not None and pin.member is not None:
+                    pool = cast("Pool", self.pool)
+                    if pin.lease is not None:
+                        pool.release(pin.lease)
+                    pool.disclaim(pin.member)
             self.changed.notify_all()
+
+    def has_slot(self, key: str) -> bool:
+        """Return whether a request has the slot that it needs, which it gets if one is free."""
+        pin = self.pin(key)
+        if pin is None or pin.member is None:
+            return True
+        if pin.lease is None:
+            pin.lease = cast("Pool", self.pool).lease(pin.member)
+        return pin.lease is not None
 
     def settle(self, alive: Collection[str]) -> None:
         """Forget the requests that the worker had and has no longer.
@@ -536,7 +599,7 @@ def prompts_of(
         UnknownNameError: an adapter is unknown.
     """
     if adapter_names is None:
-        variants = [variant_of(model)] * len(inputs)
+        variants = [asked_of(model)] * len(inputs)
     else:
         listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
         names = list(cast("Sequence[Any]", adapter_names)) if listed else [adapter_names]
@@ -545,7 +608,7 @@ def prompts_of(
                 f"adapter_names=…: {len(names)} names for {len(inputs)} requests. Write a list "
                 "with a name, or None, for each."
             )
-        distinct = {_hashable(name): variant_of(model, name) for name in names}
+        distinct = {_hashable(name): asked_of(model, name) for name in names}
         variants = [distinct[_hashable(name)] for name in names]
     errors: list[Exception] = []
     found = []
@@ -643,7 +706,7 @@ def adapt(model: AdaptedModel, manager: Any) -> None:
     except AdapterZooError:
         own = Variant(Plan(heads=model._active.plan.heads))
     manager.__class__ = BatchingManager
-    manager.requests = Batch(own)
+    manager.requests = Batch(own, model._adapter_state.pool)
     watch(manager, manager.requests)
 
 
@@ -736,7 +799,7 @@ if is_tested():
             if adapter_name is ACTIVE and isinstance(input_ids, Prompt):
                 variant = input_ids.variant
             else:
-                variant = variant_of(model, adapter_name)
+                variant = asked_of(model, adapter_name)
             tokens = checked(model, input_ids, new_tokens, variant)
             if self.longest is not None:
                 refuse_too_long(len(tokens), new_tokens, self.longest)
@@ -801,11 +864,15 @@ if is_tested():
             if not isinstance(processor, _Processor):
                 processor.__class__ = _Processor
                 processor.requests = processor.cache.requests = self.requests
+                processor.parked = deque()
                 processor.cache.__class__ = _Cache
                 processor.longest = infer_max_single_request_tokens(processor.cache)
                 # instead of the scheduler's own, whose class the user chooses
                 processor.scheduler.add_waiting_request = functools.partial(
                     processor.add_waiting_request, processor.scheduler.add_waiting_request
+                )
+                processor.scheduler.set_request_cancellation = functools.partial(
+                    processor.cancel, processor.scheduler.set_request_cancellation
                 )
             return processor
 
@@ -815,10 +882,13 @@ if is_tested():
         Attributes:
             requests: of the manager.
             longest: the most tokens of a request that the cache can hold.
+            parked: requests that wait for a slot of the pool, in the order in which they came,
+                each with the method that schedules it.
         """
 
         requests: Batch
         longest: int
+        parked: deque[tuple[Any, Any]]
 
         def add_waiting_request(self, add: Any, state: Any) -> None:
             """Schedule a request.
@@ -835,7 +905,32 @@ if is_tested():
             refuse_too_long(size, state.max_new_tokens, self.longest)
             if state.max_new_tokens is None:
                 state.max_new_tokens = state._new_tokens_limit = self.longest - size
-            add(state)
+            self.parked.append((add, state))
+            self._schedule()
+
+        def _schedule(self) -> None:
+            """Schedule the requests whose adapters have slots, up to the first that has none."""
+            while self.parked:
+                add, state = self.parked[0]
+                try:
+                    if not self.requests.has_slot(state.request_id):
+                        return
+                    self.parked.popleft()
+                    add(state)
+                except Exception as error:  # noqa: BLE001  fails this request alone
+                    if self.parked and self.parked[0][1] is state:
+                        self.parked.popleft()
+                    self._handle_request_error(error, state)
+
+        def has_pending_requests(self) -> bool:
+            """Return whether any request has not ended."""
+            return bool(self.parked) or bool(super().has_pending_requests())
+
+        def fail_all_requests(self, error: Exception) -> None:
+            """Fail all requests that have not ended."""
+            super().fail_all_requests(error)
+            while self.parked:
+                self._handle_request_error(error, self.parked.popleft()[1])
 
         def _handle_request_error(self, error: Exception, state: Any) -> None:
             self.requests.start(state.request_id)
@@ -843,9 +938,21 @@ if is_tested():
 
         def prepare_next_batch(self) -> bool:
             """Return whether there is a step to run."""
+            self._schedule()
             found = super().prepare_next_batch()
             self._settle()
             return bool(found)
+
+        def cancel(self, cancel: Any, request_id: str) -> None:
+            """Cancel a request, which the scheduler may not know yet.
+
+            Args:
+                cancel: the method of the scheduler.
+                request_id: of the request.
+            """
+            kept = [each for each in self.parked if each[1].request_id != request_id]
+            self.parked = deque(kept)
+            cancel(request_id)
 
         def update_batch(self) -> None:
             """Take the tokens of a step."""
@@ -854,7 +961,9 @@ if is_tested():
 
         def _settle(self) -> None:
             scheduler = self.scheduler
-            self.requests.settle([*scheduler.active_requests, *scheduler.waiting_requests])
+            parked = (state.request_id for _, state in self.parked)
+            running = *scheduler.active_requests, *scheduler.waiting_requests
+            self.requests.settle([*running, *parked])
 
         def _generation_step(self, model: nn.Module) -> None:
             batch = self.inputs_and_outputs
@@ -877,31 +986,56 @@ if is_tested():
             variants = {id(pin.variant): pin.variant for pin in pins}
             if len(variants) == 1:
                 (only,) = variants.values()
+                if only.is_pooled:
+                    return replace(only.plan, rows=self._rows_of_slots(model, batch, pins)), False
                 is_own = only.key == self.requests.own.key and not only.invocations
                 return only.plan, is_own
             with self.requests.changed:
                 mixed, known = self.requests.mixed, self.requests.variants
             numbers = {id(variant): number for number, variant in enumerate(known)}
             parts = [numbers[id(pin.variant)] for pin in pins]
-            segments = [
-                (part, each.query_length)
-                for part, each in zip(parts, batch.requests_in_batch, strict=True)
-            ]
-            # graphs have sequences of fixed lengths
-            more = batch.num_q_tokens - sum(size for _, size in segments)
-            segments += [(parts[-1], more)] if more else []
-            outputs: tuple[int, ...] | None = None
-            if self.model_runner.supports_logits_to_keep(model):
-                count = batch._get_num_sequences(use_padding=self.model_runner.pad_inputs)
-                own = [
-                    part
-                    for part, each in zip(parts, batch.requests_in_batch, strict=True)
-                    if each.has_new_token
-                ]
-                # the others are the first token of the sequence, whose logits are not read
-                outputs = (*own, *[parts[0]] * (count - len(own)))
-            rows = PackedRows(segments=tuple(segments), outputs=outputs, known=len(known))
+            values, counts, outputs = self._layout(model, batch, parts)
+            segments = tuple(zip(values, counts, strict=True))
+            rows = PackedRows(segments=segments, outputs=outputs, known=len(known))
             return replace(cast("Plan", mixed), rows=rows), False
+
+        def _rows_of_slots(self, model: nn.Module, batch: Any, pins: Sequence[Pinned]) -> SlotRows:
+            """Return the slot of each token of a step."""
+            pool = cast("Pool", self.requests.pool)
+            leases, counts, outputs = self._layout(model, batch, [pin.lease for pin in pins])
+            rows = pool.rows(leases, counts, True)
+            if outputs is not None:
+                rows.outputs = pool.rows(outputs, [1] * len(outputs), True)
+                rows.outputs.entered = True
+            rows.entered = True
+            return rows
+
+        def _layout(
+            self, model: nn.Module, batch: Any, values: Sequence[_T]
+        ) -> tuple[list[_T], list[int], tuple[_T, ...] | None]:
+            """Return a value of each request for the tokens of a step.
+
+            Args:
+                model: that runs.
+                batch: of the step.
+                values: one for each request.
+
+            Returns:
+                The values, how many tokens in a row have each, and the value of each token whose
+                logits are computed; None for all.
+            """
+            listed, requests = [*values], batch.requests_in_batch
+            counts = [each.query_length for each in requests]
+            # graphs have sequences of fixed lengths
+            if more := batch.num_q_tokens - sum(counts):
+                listed.append(values[-1])
+                counts.append(more)
+            if not self.model_runner.supports_logits_to_keep(model):
+                return listed, counts, None
+            count = batch._get_num_sequences(use_padding=self.model_runner.pad_inputs)
+            own = [v for v, each in zip(values, requests, strict=True) if each.has_new_token]
+            # the others are the first token of the sequence, whose logits are not read
+            return listed, counts, (*own, *[values[0]] * (count - len(own)))
 
     class _Cache(PagedAttentionCache):
         """Shares blocks among requests whose adapters have the same content.
