@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -336,10 +336,33 @@ def config_in(model: AdaptedModel, stored: Checkpoint) -> AdapterConfig:
     return as_saved(AdapterConfig.from_dict(document), stored.adapter, model.anatomy)
 
 
-def filled(
-    model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
-) -> AdapterRecord:
-    """Return an adapter with the values of a checkpoint, not yet in the model.
+class Fitting(NamedTuple):
+    """An adapter in a checkpoint that fits a model.
+
+    Attributes:
+        record: with modules on the meta device.
+        tensors: from the checkpoint, by key.
+        paths: those that share a table of embeddings.
+    """
+
+    record: AdapterRecord
+    tensors: Mapping[str, torch.Tensor]
+    paths: tuple[str, ...]
+
+
+def compared(
+    model: AdaptedModel,
+    stored: Checkpoint,
+    leave_out: tuple[int, ...] = (),
+    dtype: torch.dtype | None = None,
+) -> Fitting:
+    """Return the adapter of a checkpoint without its values, which would take time and memory.
+
+    Args:
+        model: that it is for.
+        stored: the checkpoint.
+        leave_out: numbers of blocks without the adapter.
+        dtype: to convert the tensors to; None: they have to have that of the model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit the model.
@@ -361,10 +384,23 @@ def filled(
     dropped = everywhere - skeleton.places.keys()
     tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in dropped}
     record = tables.with_table(model, skeleton, paths, meta)
-    modules = record.coming.values()
     copied = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
     own = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, fit.converted(tensors, copied), own, dtype)
+    return Fitting(record, tensors, tuple(paths))
+
+
+def filled(
+    model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
+) -> AdapterRecord:
+    """Return an adapter with the values of a checkpoint, not yet in the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit the model.
+    """
+    record, tensors, paths = compared(model, stored, leave_out, dtype)
+    config, modules = record.config, record.coming.values()
+    own = named_tensors(record.coming, keep_vars=True)
     in_file = {id(tensor) for tensor in own.values()}
     if any(id(t) not in in_file for m in modules for t in (*m.parameters(), *m.buffers())):
         # some values are not in the file; leave the caller's random state unchanged

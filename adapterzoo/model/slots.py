@@ -245,8 +245,8 @@ def check_batched(name: str, record: AdapterRecord) -> None:
         if not path or is_read or not isinstance(module, Adapter) or row_options(module) is None:
             where = f"at {path!r}" if path else "in what its layers share"
             raise ConfigError(
-                f"{name}: {type(module).__name__} {where} cannot act in a slot beside others. "
-                f"Write load_adapter(…) instead, or leave the layer out (exclude_modules=[…])."
+                f"{name}: a {type(module).__name__} with these options {where} cannot act in a "
+                f"slot. Write load_adapter(…) instead, which takes all."
             )
 
 

@@ -158,7 +158,7 @@ class AdapterPool:
         self._dtype = dtype
         folders = self._named(adapters)
         wide = [AdapterConfig.load(config) for config in configs]
-        own = {name: self._config(self._read(folder)) for name, folder in folders.items()}
+        own = {name: self._config(name, folder) for name, folder in folders.items()}
         if not own and not wide:
             raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
         self._make(own, wide, slots)
@@ -217,8 +217,16 @@ class AdapterPool:
     def _read(self, folder: Path) -> Checkpoint:
         return formats.read(folder, "adapter", ModelInfo(self.model, False))
 
-    def _config(self, stored: Checkpoint) -> AdapterConfig:
-        return checkpointing.config_in(self.model, stored)
+    def _config(self, name: str, folder: Path) -> AdapterConfig:
+        """Return the config of an adapter.
+
+        Raises:
+            CheckpointError: it does not fit the model.
+            ConfigError: it cannot act in a slot.
+        """
+        record = checkpointing.compared(self.model, self._read(folder), dtype=self._dtype).record
+        _slots.check_batched(repr(name), record)
+        return record.config
 
     def _shelf_of(self, name: str, config: AdapterConfig) -> int:
         """Return the number of the shelf for adapters of a config.
@@ -288,7 +296,7 @@ class AdapterPool:
                 f"the pool has an adapter {name!r}. Write overwrite_ok=True, or another name."
             )
         path = Path(folder)
-        shelf = self._shelf_of(name, self._config(self._read(path)))
+        shelf = self._shelf_of(name, self._config(name, path))
         member = Member(path, shelf)
         # all that may fail
         print_, stored, size = self._load(name, member)

@@ -21,6 +21,10 @@ PAIRS = {
     "ia3": ("ia3", "ia3[alpha=3]"), "oft": ("oft[r=0,oft_block_size=8]",) * 2,
     "boft": ("boft[boft_n_butterfly_factor=2]",) * 2,
     "bottleneck": ("seq_bn[reduction_factor=4]", "seq_bn[reduction_factor=8,scaling=2]"),
+    "bottleneck with a learned scaling": (
+        "adapter_plus[stochastic_depth=0.0]",
+        "adapter_plus[stochastic_depth=0.0,reduction_factor=8]",
+    ),
     "bottleneck at a norm": ("double_seq_bn[ln_before=True]", "double_seq_bn[ln_before=True]"),
 }  # fmt: skip
 BATCHES = {"sorted": [0, 0, 1, 1], "mixed": [1, None, 0, 1, 1, None], "none of one": [1, None, 1],
@@ -127,7 +131,15 @@ def test_rows_are_as_exact_as_each_adapter_alone_in_every_dtype(name, dtype):
         assert torch.equal(out[r], plain[r]) == (i is None)
 
 
-@pytest.mark.parametrize("text", ["lora[dropout=0.5]", "dora[dropout=0.5]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lora[dropout=0.5]",
+        "dora[dropout=0.5]",
+        "seq_bn[dropout=0.5]",
+        "seq_bn[stochastic_depth=0.5]",
+    ],
+)
 def test_training_drops_and_evaluation_does_not(text, monkeypatch):
     monkeypatch.setitem(PAIRS, "dropping", (text, text))
     adapters, layer = built("dropping")

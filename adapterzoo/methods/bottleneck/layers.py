@@ -105,20 +105,35 @@ class BottleneckLayer(FusibleAdapter):
 
     @property
     def row_options(self) -> Hashable | None:
-        """Options of the place and φ; None unless only matrices, their biases and a norm act."""
-        if not self.is_plain or self.drops:
+        """Options of the place, φ and dropouts; None with Kronecker products, a gate or norm after.
+
+        A norm before is allowed.
+        """
+        if self.config.phm_layer or self.adapter_norm_after is not None or self.gate is not None:
             return None
         place = self.original_ln_after, self.residual_before_ln, self.adapter_residual_before_ln
         norm = cast("nn.LayerNorm", self.adapter_down[0]).eps if self.reads_normed else None
-        weight = cast("Affine", self.adapter_up).weight
-        return *place, norm, self.non_linearity, weight.dtype
+        drops = self.dropout, self.stochastic_depth
+        return (
+            *place,
+            norm,
+            *drops,
+            self.non_linearity,
+            cast("Affine", self.adapter_up).weight.dtype,
+        )
 
     def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
-        """Return the matrices, scaling and s · b_up, and the values of the norm if there is one."""
+        """Return the matrices, scaling and s · b_up, and the values of the norm if there is one.
+
+        A learned scaling becomes a part of W_up.
+        """
         down, up = getattr(self.adapter_down, self.down_name), cast("Any", self.adapter_up)
+        weight = up.weight
+        if isinstance(self.scaling, Tensor):
+            weight = weight * self.scaling.unsqueeze(-1)
         found = {
-            "down": down.weight, "down_bias": down.bias, "up": up.weight,
-            "up_bias": up.bias * self.factor, "scaling": self.factor,
+            "down": down.weight, "down_bias": down.bias, "up": weight,
+            "up_bias": up.bias * self.scaling, "scaling": self.factor,
         }  # fmt: skip
         if self.reads_normed:
             norm: Any = self.adapter_down[0]
@@ -150,7 +165,10 @@ class BottleneckLayer(FusibleAdapter):
         inner = grouped_shrink(x, down, groups)  # [rows, *tokens, width]
         inner = self.activation(inner + groups.features(stacks["down_bias"], dim))
         bias = groups.features(stacks["up_bias"], dim).expand_as(x).contiguous()
-        return grouped_expand(bias, inner, stacks["up"], stacks["scaling"], groups)
+        update = grouped_expand(bias, inner, stacks["up"], stacks["scaling"], groups)
+        if self.training and self.stochastic_depth:
+            update = drop_rows(update, self.stochastic_depth)
+        return dropout(update, self.dropout, self.training)
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:

@@ -1,0 +1,505 @@
+"""`AdapterPool`: rows with adapters of a pool against each adapter alone, and what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from pools import zipf
+from snapshots import stir
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from variants import VARIANTS
+
+from adapterzoo import init
+from adapterzoo.errors import (
+    AdapterZooError,
+    BatchError,
+    CheckpointError,
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    UnknownNameError,
+)
+from adapterzoo.serving import AdapterPool
+
+KINDS = {
+    "lora": ("lora[r=4]", "lora[r=8,alpha=4]", "lora[r=2,use_rslora=True]"),
+    "dora": ("dora[r=4]", "dora[r=2]"),
+    "ia3": ("ia3", "ia3[alpha=2]"),
+    "boft": ("boft", "boft"),
+    "oft": ("oft[r=0,oft_block_size=4]",) * 2,
+    "bottleneck": ("seq_bn", "seq_bn[reduction_factor=4]"),
+    "parallel bottleneck": ("par_bn[reduction_factor=4]", "par_bn[reduction_factor=8]"),
+    "bottleneck with a norm": ("double_seq_bn[ln_before=True]",) * 2,
+    "other layers": ("lora[r=4,target_modules='all-linear']", "lora[leave_out=[0]]"),
+}
+
+
+# of `VARIANTS`; the others depend on the sequence, share modules, or add what has no stack
+ACTING = {
+    "adapter_plus[init_weights='bert']", "boft", "boft[boft_n_butterfly_factor=2,boft_dropout=0.3]",
+    "dora[convention='adapterhub']", "dora[dropout=0.1]", "ia3", "lora[dropout=0.1]",
+    "lora[dropout=0.1]|par_bn", "mtl_lora[n_up_projection=2]", "oft[oft_block_size=4]",
+    "oft[oft_block_size=8,block_share=True,coft=True,eps=0.5]",
+    "oft[r=4,oft_block_size=0,use_cayley_neumann=False,module_dropout=0.3]",
+    "par_bn[scaling='learned',ln_before=True]", "seq_bn[dropout=0.1]",
+}  # fmt: skip
+
+
+def model_of(family="llama", dtype=torch.float64):
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    config.max_position_embeddings = 256
+    return init(
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    )
+
+
+def saved(model, folder, texts, std=0.3):
+    """Folders of adapters with values of their own, and what runs one of them alone."""
+    folders = {}
+    for seed, (name, text) in enumerate(texts.items()):
+        model.add_adapter(name, text)
+        stir(model, name, seed=seed + 1, std=std)
+        folders[name] = folder / name
+        model.save_adapter(folders[name], name)
+        model.delete_adapter(name)
+
+    def alone(name, run):
+        if name is None:
+            return run()
+        model.load_adapter(folders[name], load_as="alone", set_active=True)
+        try:
+            return run()
+        finally:
+            model.delete_adapter("alone")
+
+    return folders, alone
+
+
+@torch.no_grad()
+def compared(model, folders, alone, inputs, batches, **options):
+    """Rows of mixed batches against each adapter alone."""
+    key = next(iter(inputs))
+    most = inputs[key].shape[0]
+
+    def run(rows=slice(None)):
+        return model(**{name: t[rows] for name, t in inputs.items()})[0]
+
+    want = {name: alone(name, run) for name in [None, *folders]}
+    with AdapterPool(model, folders, **options) as pool:
+        for names in batches:
+            assert len(names) <= most
+            with pool.use(names):
+                found = run(slice(len(names)))
+            for row, name in enumerate(names):
+                torch.testing.assert_close(found[row], want[name][row], rtol=0, atol=1e-10)
+            assert pool.metrics()["slots_in_use"] == 0
+        # the test can fail: the adapters differ
+        assert all((want[name] - want[None]).abs().max() > 1e-3 for name in folders)
+    assert torch.equal(run(), want[None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_each_adapter_alone(kind, tmp_path):
+    model = model_of()
+    texts = {f"a{n}": text for n, text in enumerate(KINDS[kind])}
+    folders, alone = saved(model, tmp_path, texts)
+    ids = {"input_ids": torch.randint(3, 60, (4, 7))}
+    batches = [["a0", None, "a1", "a0"], ["a1"], [None, None], [*texts][::-1]]
+    compared(model, folders, alone, ids, batches, slots=len(texts))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart", "vit", "mistral", "deberta-v2"])
+@pytest.mark.parametrize("text", ["lora", "seq_bn", "dora"])
+def test_in_models_of_other_types(family, text, tmp_path):
+    torch.manual_seed(0)
+    model = init(AutoModel.from_config(tiny_config(family)).double().eval())
+    folders, alone = saved(model, tmp_path, {"a": text, "b": text})
+    inputs = tiny_inputs(family)
+    inputs = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+    rows = next(iter(inputs.values())).shape[0]
+    compared(model, folders, alone, inputs, [["a", "b"][:rows], ["b", None][:rows]], slots=2)
+
+
+@pytest.mark.parametrize("text", VARIANTS)
+def test_each_method_acts_in_slots_or_is_refused_by_name(text, tmp_path):
+    model = model_of()
+    try:
+        folders, alone = saved(model, tmp_path, {"a": VARIANTS[text], "b": VARIANTS[text]})
+    except AdapterZooError as error:
+        pytest.skip(f"{text} is not one for this model: {error}")
+    ids = {"input_ids": torch.randint(3, 60, (3, 7))}
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    if text in ACTING:
+        compared(model, folders, alone, ids, [["a", None, "b"]], slots=2)
+    else:
+        with pytest.raises(ConfigError, match="cannot act in a slot"):
+            AdapterPool(model, folders)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(t, after[key]) for key, t in before.items())
+
+
+def test_the_law_above_can_fail(tmp_path, monkeypatch):
+    from adapterzoo.model.slots import SlotStack
+
+    plain = SlotStack.write
+    monkeypatch.setattr(SlotStack, "write", lambda self, slot, v: plain(self, 1 - slot, v))
+    model = model_of()
+    folders, alone = saved(model, tmp_path, {"a": "lora", "b": "lora"})
+    ids = {"input_ids": torch.randint(3, 60, (3, 7))}
+    with pytest.raises(AssertionError):
+        compared(model, folders, alone, ids, [["a", None, "b"]], slots=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_each_adapter_alone(dtype, tmp_path):
+    model = model_of(dtype=dtype)
+    texts = {"a": "lora[r=4]", "b": "dora[r=4]", "c": "boft", "d": "seq_bn"}
+    folders, alone = saved(model, tmp_path, texts)
+    ids = torch.randint(3, 60, (5, 7))
+    names = ["a", None, "b", "c", "d"]
+    with torch.no_grad():
+        want = torch.stack([alone(n, lambda r=r: model(ids)[0][r]) for r, n in enumerate(names)])
+        with AdapterPool(model, folders, slots=1) as pool, pool.use(names):
+            found = model(ids)[0]
+    # some units in the last place of the largest logit
+    unit = torch.finfo(dtype).eps * want.abs().max()
+    assert (found - want).abs().max() <= 8 * unit
+
+
+# --- generation ---
+
+
+def generated(model, ids, **options):
+    given = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return model.generate(ids, **{**given, **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}]
+)
+def test_generation_with_left_padding_and_beams(options, tmp_path):
+    model = model_of()
+    folders, alone = saved(model, tmp_path, {"a": "lora", "b": "lora[r=2]", "c": "seq_bn"})
+    names = ["a", None, "b", "c"]
+    ids = torch.randint(3, 60, (4, 6))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    given = {"attention_mask": mask, **options}
+    times = options.get("num_return_sequences", 1)
+    rows = [slice(row * times, row * times + times) for row in range(4)]
+    want = [alone(n, lambda: generated(model, ids, **given)) for n in names]
+    with AdapterPool(model, folders, slots=2) as pool, pool.use(names):
+        found = generated(model, ids, **given)
+    for own, whole in zip(rows, want, strict=True):
+        assert torch.equal(found[own], whole[own])
+
+
+def test_generation_of_an_encoder_decoder(tmp_path):
+    torch.manual_seed(0)
+    model = init(AutoModelForSeq2SeqLM.from_config(tiny_config("t5")).double().eval())
+    folders, alone = saved(model, tmp_path, {"a": "lora", "b": "ia3"}, std=1.0)
+    names, ids = ["b", None, "a"], torch.randint(3, 60, (3, 6))
+    want = [alone(n, lambda: generated(model, ids)) for n in names]
+    with AdapterPool(model, folders, slots=1) as pool, pool.use(names):
+        found = generated(model, ids)
+    assert all(torch.equal(found[row], whole[row]) for row, whole in enumerate(want))
+
+
+# --- one graph ---
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+def test_a_compiled_model_has_one_graph_for_all_adapters(backend, tmp_path):
+    texts = {f"{kind}{n}": text for kind in KINDS for n, text in enumerate(KINDS[kind])}
+    texts = {name.replace(" ", "_"): text for name, text in texts.items()}
+    model = model_of()
+    folders, _ = saved(model, tmp_path, texts)
+    ids = torch.randint(3, 60, (3, 7))
+    graphs = []
+
+    def counting(module, inputs):
+        graphs.append(module)
+        if backend == "eager":
+            return module.forward
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(module, inputs)
+
+    source = random.Random(0)
+    with torch.no_grad(), AdapterPool(model, folders, slots=3) as pool:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=counting)
+        for _ in range(24):
+            names = source.choices([None, *texts], k=3)
+            with pool.use(names):
+                found, want = compiled(ids)[0], model(ids)[0]
+            torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+        assert len(graphs) == 1
+        assert pool.metrics()["evicted"] > 0
+
+
+# --- what it keeps ---
+
+
+def small(tmp_path, count=6, **options):
+    model = model_of(dtype=torch.float32)
+    folders, _ = saved(model, tmp_path, {f"a{n}": "lora[r=4]" for n in range(count)})
+    return model, folders, AdapterPool(model, folders, **options)
+
+
+def test_the_least_recently_used_adapter_makes_room(tmp_path):
+    *_, pool = small(tmp_path, slots=2)
+    with pool:
+        for name in ("a0", "a1", "a0", "a2"):
+            with pool.use([name]):
+                pass
+        found = pool.metrics()
+        assert (found["hits"], found["misses"], found["evicted"]) == (1, 3, 1)
+        with pool.use(["a0", "a2"]):
+            assert pool.metrics()["slots_in_use"] == 2
+        assert pool.metrics()["hits"] == 3
+
+
+def test_bytes_stay_below_the_bound(tmp_path):
+    model, folders, pool = small(tmp_path, slots=2)
+    with pool:
+        slots = pool.nbytes
+        with pool.use(["a0"]):
+            one = pool.nbytes - slots
+    with AdapterPool(model, folders, slots=2, max_bytes=slots + 2 * one) as pool:
+        for name in [*folders] * 2:
+            with pool.use([name]):
+                assert pool.nbytes <= slots + 2 * one
+        found = pool.metrics()
+        assert found["loads"] == 2 * len(folders)
+        assert found["evicted_from_cpu"] == 2 * len(folders) - 2
+        assert found["cpu_bytes"] + found["slot_bytes"] == pool.nbytes
+    with pytest.raises(ConfigError, match=f"Write max_bytes={slots + one}"):
+        AdapterPool(model, folders, slots=2, max_bytes=slots + one - 1)
+    AdapterPool(model, folders, slots=2, max_bytes=slots + one).close()
+
+
+def test_a_pinned_adapter_keeps_its_slot(tmp_path):
+    *_, pool = small(tmp_path, slots=2, pinned=["a0"])
+    with pool:
+        for name in ("a1", "a2", "a0"):
+            with pool.use([name]):
+                pass
+        assert pool.metrics()["pinned"] == 1
+        assert pool.metrics()["hits"] == 1
+        with pytest.raises(ConfigError, match="others need one"):
+            pool.pin("a1")
+        with pytest.raises(ConfigError, match="slots=3"), pool.use(["a1", "a2"]):
+            pass
+        pool.unpin("a0")
+        with pool.use(["a1", "a2"]):
+            pass
+
+
+def test_metrics_in_the_text_of_prometheus(tmp_path):
+    *_, pool = small(tmp_path, slots=2)
+    with pool:
+        with pool.use(["a0", None]):
+            text = pool.prometheus()
+        lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+        values = {name: float(value) for name, value in lines}
+        assert values["adapterzoo_pool_misses_total"] == 1
+        assert values["adapterzoo_pool_slots_in_use"] == 1
+        kinds = [line.split() for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(kinds) == len(lines)
+        assert all((kind[3] == "counter") == kind[2].endswith("_total") for kind in kinds)
+
+
+# --- threads and tasks ---
+
+
+@pytest.mark.parametrize(
+    ("adapters", "seconds"), [(40, 4), pytest.param(300, 60, marks=pytest.mark.sweep)]
+)
+def test_many_threads_over_few_slots(adapters, seconds, tmp_path):
+    report = zipf(tmp_path, adapters, slots=8, threads=8, seconds=seconds)
+    assert report["wrong"] == report["lost"] == 0
+    assert report["most_bytes"] <= report["bound"]
+    assert report["graphs"] == 1
+    assert report["evicted"] > 0
+
+
+def test_batches_wait_in_the_order_in_which_they_came(tmp_path):
+    *_, pool = small(tmp_path, slots=1)
+    order, threads = [], []
+
+    def one(name):
+        with pool.use([name]):
+            order.append(name)
+
+    with pool:
+        with pool.use(["a0"]):
+            for number in range(1, 6):
+                threads.append(threading.Thread(target=one, args=(f"a{number}",)))
+                threads[-1].start()
+                while pool.metrics()["waiting"] < number:
+                    time.sleep(0.001)
+            # it is in a slot, and waits for its turn all the same
+            threads.append(threading.Thread(target=one, args=("a0",)))
+            threads[-1].start()
+            while pool.metrics()["waiting"] < 6:
+                time.sleep(0.001)
+        for thread in threads:
+            thread.join()
+        assert order == ["a1", "a2", "a3", "a4", "a5", "a0"]
+        assert pool.metrics()["waited_seconds"] > 0
+
+
+def test_tasks_wait_without_stopping_the_loop_and_may_be_cancelled(tmp_path):
+    model, folders, pool = small(tmp_path, slots=2)
+    ids = torch.randint(3, 60, (1, 5))
+    with torch.no_grad():
+        want = {}
+        for name in folders:
+            with pool.use([name]):
+                want[name] = model(ids)[0]
+
+    async def one(name):
+        async with pool.use_async([name]):
+            with torch.no_grad():
+                found = model(ids)[0]
+            await asyncio.sleep(0.01)
+        assert torch.equal(found, want[name])
+
+    async def all_of_them():
+        await asyncio.gather(*(one(name) for name in [*folders] * 3))
+        async with pool.use_async(["a0", "a1"]):
+            task = asyncio.ensure_future(one("a2"))
+            while pool.metrics()["waiting"] < 1:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert pool.metrics()["waiting"] == 0
+        await one("a2")
+
+    with pool:
+        asyncio.run(asyncio.wait_for(all_of_them(), 60))
+        assert pool.metrics()["slots_in_use"] == 0
+
+
+def test_adding_replacing_and_removing_while_others_run(tmp_path):
+    model, folders, pool = small(tmp_path, slots=2)
+    ids = torch.randint(3, 60, (1, 5))
+    with torch.no_grad(), pool, ThreadPoolExecutor(1) as other:
+        with pool.use(["a0"]):
+            old = model(ids)[0]
+            pool.add("new", folders["a1"])
+            replacing = other.submit(pool.add, "a0", folders["a2"], overwrite_ok=True)
+            time.sleep(0.05)
+            assert not replacing.done()
+            # what runs keeps its values
+            assert torch.equal(model(ids)[0], old)
+            with pytest.raises(StateError, match="being removed"), pool.use(["a0"]):
+                pass
+        replacing.result(10)
+        with pool.use(["a0"]):
+            new = model(ids)[0]
+        with pool.use(["a2"]):
+            assert torch.equal(model(ids)[0], new)
+        assert not torch.equal(new, old)
+        pool.remove("a0")
+        assert "a0" not in pool
+        assert len(pool) == len([*pool]) == 6
+        with pytest.raises(UnknownNameError, match="a0"), pool.use(["a0"]):
+            pass
+
+
+# --- errors ---
+
+
+def test_what_is_refused_changes_nothing(tmp_path):
+    model, folders, pool = small(tmp_path, slots=2)
+    ids = torch.randint(3, 60, (2, 5))
+
+    def fails(kind, words, *names):
+        with pytest.raises(kind, match=words), pool.use([*names]):
+            model(ids)
+        assert pool.metrics()["slots_in_use"] == pool.metrics()["waiting"] == 0
+
+    model.add_adapter("wide", "lora[r=8]")
+    model.save_adapter(tmp_path / "wide", "wide")
+    model.add_adapter("dora", "dora")
+    model.save_adapter(tmp_path / "dora", "dora")
+    model.add_adapter("prefix", "prefix_tuning")
+    model.save_adapter(tmp_path / "prefix", "prefix")
+    model.add_adapter("layers", "lora[r=4,target_modules='all-linear']")
+    model.save_adapter(tmp_path / "layers", "layers")
+    with pool:
+        fails(UnknownNameError, "'other'", "other")
+        fails(CompositionError, "no rows")
+        fails(ConfigError, "slots=3", "a0", "a1", "a2")
+        fails(BatchError, "2 rows", "a0")
+        with pytest.raises(CompositionError, match="write a list"), pool.use("a0"):
+            pass
+        with pytest.raises(ConfigError, match="larger than the slots"):
+            pool.add("wide", tmp_path / "wide")
+        with pytest.raises(ConfigError, match="larger than the slots"):
+            pool.add("layers", tmp_path / "layers")
+        with pytest.raises(ConfigError, match="no slots for the kind"):
+            pool.add("dora", tmp_path / "dora")
+        with pytest.raises(DuplicateNameError, match="overwrite_ok=True"):
+            pool.add("a0", folders["a1"])
+        with pytest.raises(CheckpointError):
+            pool.add("none", tmp_path / "nothing")
+        with pytest.raises(StateError, match="a pool already"):
+            AdapterPool(model, folders)
+        model.merge_adapter("wide")
+        with pytest.raises(StateError, match="reset_adapter"), pool.use(["a0"]):
+            pass
+        model.reset_adapter()
+        # files that change behind its back
+        pool.add("again", folders["a3"])
+        model.load_adapter(folders["a4"], load_as="again")
+        model.save_adapter(folders["a3"], "again")
+        pool._drop("again")
+        fails(StateError, "have changed", "again")
+    with pytest.raises(StateError, match="closed"), pool.use(["a0"]):
+        pass
+    with pytest.raises(ConfigError, match="cannot act in a slot"):
+        AdapterPool(model, {"p": tmp_path / "prefix"})
+    with pytest.raises(ConfigError, match="slots=8"):
+        AdapterPool(model, folders, slots=0)
+    with pytest.raises(ConfigError, match="no adapters"):
+        AdapterPool(model)
+    with pytest.raises(ConfigError, match="one folder"):
+        AdapterPool(model, str(folders["a0"]))
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    folders, _ = saved(model_of("gpt2"), tmp_path, {"a": "lora"})
+    with pytest.raises(CheckpointError, match="differences from this"):
+        AdapterPool(model_of(), folders)
+
+
+def test_room_for_later_adapters(tmp_path):
+    model = model_of()
+    folders, _ = saved(model, tmp_path, {"a": "lora[r=16]", "b": "seq_bn"})
+    with AdapterPool(model, configs=["lora[r=16]", "seq_bn"], slots=2) as pool:
+        for name, folder in folders.items():
+            pool.add(name, folder, pinned=True)
+        assert pool.metrics()["pinned"] == 2
+        assert pool.metrics()["slots_in_use"] == 2
+
+
+def test_names_come_from_the_folders(tmp_path):
+    model = model_of()
+    folders, _ = saved(model, tmp_path, {"a": "lora", "b": "lora"})
+    with AdapterPool(model, folders.values(), slots=2) as pool:
+        assert [*pool] == ["a", "b"]
+        assert "2 adapters" in repr(pool)
