@@ -50,13 +50,17 @@ def tokenizer():
     return made
 
 
+def free_port():
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
 class Server:
     """A server in another process."""
 
     def __init__(self, folder, *args):
-        with closing(socket.socket()) as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "adapterzoo", "serve", str(folder), *args]
         sizes = ["--num-blocks", "128", "--page-size", "8", "--max-batch-tokens", "64"]
         self.log = folder.parent / "log.txt"

@@ -185,6 +185,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
     assert sent[0]["status"] == 408
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_served_is_said_at_once(tmp_path):
     torch.manual_seed(0)
     model = init(AutoModelForCausalLM.from_config(tiny_config("llama")))
