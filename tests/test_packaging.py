@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,6 +112,12 @@ def test_constraints_pin_every_requirement():
     }
     assert asked <= pinned
     assert {"torch", "transformers"} <= asked
+
+
+def test_the_tests_have_what_serving_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert {*extras["serve"]} <= {*extras["test"]}
 
 
 def canonical(name: str) -> str:

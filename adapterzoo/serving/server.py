@@ -1,9 +1,9 @@
 """`adapterzoo serve`: transformers' own server, where `model="base:adapter"` names the adapter.
 
-The routes, their handlers and the continuous batching are those of transformers. A gate before them
-reads each request once: it finds the adapter, refuses what the handlers would ignore or fail at,
-and lets nothing else through. No name in a request reaches a disk or the Hub: the base model and
-its adapters are loaded before the server starts.
+The routes, their handlers and the continuous batching are those of transformers. A gate in front of
+them reads each request once: it finds the adapter, refuses what the handlers would ignore or fail
+at, and passes on only the fields that they read. No name in a request reaches a disk or the Hub:
+the base model and its adapters are loaded before the server starts.
 
 This file has all that the library knows of the inside of `transformers.cli.serving`, as it is in
 the versions of `batching.TESTED`: `build_server`, `ModelManager`, `GenerationState.get_manager`,
@@ -13,8 +13,10 @@ task that the gate has called.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import reprlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -30,20 +32,22 @@ Receive: TypeAlias = "Callable[[], Awaitable[Message]]"
 Send: TypeAlias = "Callable[[Message], Awaitable[None]]"
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROUTES = frozenset(
-    {("GET", "/v1/models"), ("GET", "/health"), ("POST", COMPLETIONS), ("POST", CHAT)}
-)
-"""What is let through; others unload the model, or load the one that a request names."""
+ROUTES = {"/v1/models": "GET", "/health": "GET", COMPLETIONS: "POST", CHAT: "POST"}
+"""The paths that are served → their method. Other routes of transformers unload the model, or load
+the one that a request names."""
 
-# bytes of a request
-_LONGEST = 16 * 2**20
+# bytes of a body: at least and at most, and in between for each position of the model
+_SMALL, _LARGE, _PER_POSITION = 2**18, 2**24, 64
+# seconds to wait for the next part of a body
+_PATIENCE = 60.0
+_MOST_TOKENS = 2**31 - 1
 # fields that every request may have
 _FIELDS = {"model", "stream", "temperature", "top_p", "user"}
 # values of fields that change nothing; others would be ignored, or change what other requests get
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "stop": ([], ""),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
-    "seed": (), "suffix": (), "generation_config": (),
+    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},),
+    "tools": ([],), "seed": (), "suffix": (), "generation_config": (),
     "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
 }  # fmt: skip
 
@@ -51,10 +55,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class RefusedRequest(Exception):  # noqa: N818  no error of the library's tree
     """A request that is answered with a status and a reason."""
 
-    def __init__(self, status: int, reason: str) -> None:
-        """Keep both."""
+    def __init__(self, status: int, reason: str, allow: str | None = None) -> None:
+        """Keep them.
+
+        Args:
+            status: of the answer.
+            reason: what is wrong with the request.
+            allow: the method that the path has; None: the method is right.
+        """
         super().__init__(reason)
-        self.status = status
+        self.status, self.allow = status, allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,12 @@ class Served:
         """What a request may write as its model."""
         return [self.name, *(f"{self.name}:{each}" for each in self.model.adapters_config)]
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a body; while a prompt is turned into tokens, all requests wait."""
+        positions = batching.positions_of(self.model)
+        return _LARGE if positions is None else min(max(_SMALL, _PER_POSITION * positions), _LARGE)
+
     def checked(self, path: str, body: object) -> Asked:
         """Return what a request asks for.
 
@@ -108,23 +124,26 @@ class Served:
             raise RefusedRequest(400, "the body is not a JSON object. Write {…}.")
         name = body.get("model")
         if not isinstance(name, str):
-            raise RefusedRequest(400, f"model={name!r} is not a name. Write {self.name!r}.")
+            raise RefusedRequest(400, f"model={_shown(name)} is not a name. Write {self.name!r}.")
         if name not in self.names:
-            raise RefusedRequest(404, f"there is no model {name!r}. See GET /v1/models.")
-        own = "messages" if path == CHAT else "prompt"
+            raise RefusedRequest(404, f"there is no model {_shown(name)}. See GET /v1/models.")
+        own = _text_field(path)
         lengths = ("max_completion_tokens", "max_tokens")[path != CHAT :]
         for field, value in body.items():
             neutral = (None, *_NEUTRAL.get(field, ()))
             is_neutral = any(value == each and type(value) is type(each) for each in neutral)
             if field not in {*_FIELDS, *lengths, own} and not (field in _NEUTRAL and is_neutral):
-                raise RefusedRequest(400, f"{field!r} has no effect here. Leave it out.")
+                raise RefusedRequest(400, f"{_shown(field)} has no effect here. Leave it out.")
         self._check_text(own, body.get(own))
-        if not isinstance(body.get("stream", False), (bool, type(None))):
+        if not isinstance(body.get("stream"), (bool, type(None))):
             raise RefusedRequest(400, "stream is true or false.")
+        if not isinstance(body.get("user"), (str, type(None))):
+            raise RefusedRequest(400, "user is a string.")
         given = [body[field] for field in lengths if body.get(field) is not None]
         for tokens in given:
-            if type(tokens) is not int or tokens < 1:
-                raise RefusedRequest(400, f"{lengths[0]}={tokens!r} is not a number from 1 on.")
+            if type(tokens) is not int or not 1 <= tokens <= _MOST_TOKENS:
+                reason = f"max_tokens={_shown(tokens)} is not an integer from 1 to {_MOST_TOKENS}."
+                raise RefusedRequest(400, reason)
         self._check_sampling(body)
         adapter = name.removeprefix(self.name).removeprefix(":")
         return Asked(adapter or None, given[0] if given else None)
@@ -140,12 +159,11 @@ class Served:
                 raise RefusedRequest(400, "messages are a list of objects with role and content.")
             parts = [part for each in messages for part in _parts(each.get("content"))]
             texts = [*(each.get("role") for each in messages), *parts]
+            texts += [each.get("name", "") for each in messages]
             if any(each.keys() - {"role", "content", "name"} for each in messages):
                 raise RefusedRequest(400, "messages have role and content, and nothing else.")
-        for text in texts:
-            # some strings of JSON are no text
-            if not isinstance(text, str) or not _is_text(text):
-                raise RefusedRequest(400, f"{field} has to be text, and has {type(text).__name__}.")
+        if not all(map(_is_text, texts)):
+            raise RefusedRequest(400, f"{field}: only text is read. Write strings of Unicode.")
 
     def _check_sampling(self, body: Mapping[str, Any]) -> None:
         """Check that a request is sampled as all others are."""
@@ -158,34 +176,47 @@ class Served:
             asked = body.get(field)
             if asked is None:
                 continue
-            if type(asked) not in (int, float) or not math.isfinite(asked):
-                raise RefusedRequest(400, f"{field}={asked!r} is not a number.")
+            if type(asked) is not int and not (type(asked) is float and math.isfinite(asked)):
+                raise RefusedRequest(400, f"{field}={_shown(asked)} is not a number.")
             if asked != value and (field == "temperature" or own.do_sample):
-                raise RefusedRequest(
-                    400, f"{field}={asked}: all requests are sampled with {value}. Leave it out."
-                )
+                reason = f"{field}={_shown(asked)}: all requests are sampled with {value}."
+                raise RefusedRequest(400, f"{reason} Leave it out.")
+
+
+def _text_field(path: str) -> str:
+    return "messages" if path == CHAT else "prompt"
 
 
 def _parts(content: object) -> list[object]:
-    """Return the texts of a message."""
-    if not isinstance(content, list):
+    """Return the texts of a message; None for a part that is not one."""
+    if not isinstance(content, list) or not content:
         return [content]
     return [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        part["text"] if isinstance(part, dict) and {*part} == {"type", "text"}
+        and part["type"] == "text" else None
         for part in content
-    ]
+    ]  # fmt: skip
 
 
-def _is_text(text: str) -> bool:
+def _is_text(value: object) -> bool:
+    """Return whether a value is a string without lone surrogates, which JSON allows."""
+    if not isinstance(value, str):
+        return False
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
+# of values that may be long, or nested more deeply than `repr` can follow
+_shortened = reprlib.Repr()
+_shortened.maxstring = 200
+_shown = _shortened.repr
+
+
 class Gate:
-    """Before the application: what is not let through is answered here."""
+    """Stands in front of the application, and answers the requests that it refuses."""
 
     def __init__(self, app: Any, served: Served) -> None:
         """Stand before an application.
@@ -201,45 +232,101 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # requests are told apart by it, and one of a client may be taken
-        headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
-        scope = {**scope, "headers": headers}
+        # transformers tells requests apart by their id, and a client may send that of another one
+        replaced, own = {b"x-request-id"}, []
         try:
-            if (scope["method"], scope["path"]) not in ROUTES:
-                raise RefusedRequest(404, f"there is no {scope['method']} {scope['path']}.")
-            if scope["method"] == "POST":
-                body = await _body(receive)
-                _asked.set(self.served.checked(scope["path"], _document(body)))
+            method, path = scope["method"], scope["path"]
+            if path not in ROUTES:
+                raise RefusedRequest(404, f"there is no {_shown(path)}.")
+            if method != ROUTES[path]:
+                reason = f"{path} has no method {_shown(method)}. Write {ROUTES[path]}."
+                raise RefusedRequest(405, reason, allow=ROUTES[path])
+            if method == "POST":
+                _check_headers(scope["headers"])
+                fields: Any = _document(await _body(receive, self.served.most_bytes))
+                asked = self.served.checked(path, fields)
+                _asked.set(asked)
+                body = json.dumps(_read_by_handlers(path, fields, asked)).encode()
                 receive = _again(body, receive)
+                replaced |= {b"content-type", b"content-length", b"transfer-encoding"}
+                own = [(b"content-type", b"application/json")]
         except RefusedRequest as error:
-            await _answer(send, error.status, str(error))
+            await _answer(send, error)
             return
-        await self.app(scope, receive, send)
+        headers = [*(each for each in scope["headers"] if each[0] not in replaced), *own]
+        await self.app({**scope, "headers": headers}, receive, send)
 
 
-async def _body(receive: Receive) -> bytes:
-    """Return the body of a request.
+def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Check that the body is JSON as it is.
 
     Raises:
-        RefusedRequest: it is too long, or the client has gone.
+        RefusedRequest: it is of another type, or compressed.
+    """
+    given = dict(headers)
+    kind = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise RefusedRequest(415, "the body is not JSON. Write content-type: application/json.")
+    if given.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        raise RefusedRequest(415, "the body is compressed. Leave content-encoding out.")
+
+
+async def _body(receive: Receive, most: int) -> bytes:
+    """Return the body of a request.
+
+    Args:
+        receive: gives its parts.
+        most: bytes that it may have.
+
+    Raises:
+        RefusedRequest: it is too long or does not come, or the client has gone.
     """
     parts: list[bytes] = []
+    size = 0
     while True:
-        message = await receive()
+        try:
+            message = await asyncio.wait_for(receive(), _PATIENCE)
+        except TimeoutError:
+            raise RefusedRequest(408, f"no part of the body in {_PATIENCE:g} seconds.") from None
         if message["type"] != "http.request":
-            raise RefusedRequest(400, "the request has no end.")
+            raise RefusedRequest(400, "the body has no end.")
         parts.append(message.get("body", b""))
-        if sum(map(len, parts)) > _LONGEST:
-            raise RefusedRequest(413, f"the body is longer than {_LONGEST} bytes.")
+        size += len(parts[-1])
+        if size > most:
+            raise RefusedRequest(413, f"the body is longer than {most} bytes.")
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
 def _document(body: bytes) -> object:
+    """Return the value of a body in JSON.
+
+    Raises:
+        RefusedRequest: it is not JSON, or a field stands there twice.
+    """
     try:
-        return json.loads(body)
+        return json.loads(body.decode(), object_pairs_hook=_fields, parse_constant=_no_number)
     except (ValueError, RecursionError):
-        raise RefusedRequest(400, "the body is not JSON.") from None
+        raise RefusedRequest(400, "the body is not JSON in UTF-8.") from None
+
+
+def _fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        # others may read the first of them
+        raise RefusedRequest(400, "a field stands there twice. Write each once.")
+    return found
+
+
+def _no_number(name: str) -> object:
+    raise RefusedRequest(400, f"{name} is not a number in JSON.")
+
+
+def _read_by_handlers(path: str, fields: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """Return the fields of a request that a handler reads, which have been checked."""
+    names = ("model", _text_field(path), "stream")
+    length = {} if asked.new_tokens is None else {"max_tokens": asked.new_tokens}
+    return {name: fields[name] for name in names if name in fields} | length
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -252,11 +339,13 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return give
 
 
-async def _answer(send: Send, status: int, reason: str) -> None:
+async def _answer(send: Send, error: RefusedRequest) -> None:
     """Answer a request with an error, in the form of OpenAI."""
     headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(_error(reason)).encode()})
+    if error.allow is not None:
+        headers.append((b"allow", error.allow.encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(_error(str(error))).encode()})
 
 
 def _error(reason: str) -> dict[str, Any]:

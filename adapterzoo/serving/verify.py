@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ StrPath: TypeAlias = "str | os.PathLike[str]"
 # rounds in float32
 _ROUNDING, _NOISE = 4, 1e-4
 _ADAPTER = "verified"
+# what values of wrong types, shapes or patterns raise
+_STUMBLES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+    ValueError, re.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,8 @@ def verify(
 
     Raises:
         ConfigError: another server is given a converter.
-        CheckpointError: there is no such folder, or the model cannot be loaded.
+        CheckpointError: the folder is not one of PEFT, the model cannot be loaded, or the
+            converter has written a damaged file.
         UnknownNameError: there is no reader for the server.
     """
     if server not in READERS:
@@ -160,7 +167,9 @@ def verify(
             reading = reader.read(config, tensors, base)
         else:
             reading = gguf.convert(os.fspath(converter), os.fspath(folder), base)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except _STUMBLES as error:
         # the server's own code stumbles there too
         reading = Reading(refused=[f"{type(error).__name__}: {error}"])
     allowed = _tolerance(tensors) if tolerance is None else tolerance
@@ -230,7 +239,7 @@ def _base(model: Any, tensors: Mapping[str, Tensor]) -> Any:
             config.num_labels = len(heads[0])
         cls = getattr(transformers, name)
         return cls.from_pretrained(base, config=config, dtype=torch.float32).eval()
-    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"the base model {base!r} cannot be loaded ({reason}). Write its folder or its name on "
@@ -243,7 +252,7 @@ def _served(base: Any, reading: Reading) -> Any:
     served = copy.deepcopy(base)
     try:
         apply(served, reading)
-    except (CheckpointError, IndexError) as error:
+    except _STUMBLES as error:
         reading.refused.append(str(error))
         return None
     return served

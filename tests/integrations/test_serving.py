@@ -2,155 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import importlib.util
+import importlib
 import json
-import os
-import random
-import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
-import tokenizers
 import torch
 from families import tiny_config
-from snapshots import stir
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from fuzzed_server import KINDS, fuzz
+from served import (
+    MARKS,
+    POSITIONS,
+    Server,
+    completed,
+    is_well,
+    numbers,
+    streamed,
+    tokenizer,
+    words,
+    written,
+)
+from transformers import AutoModelForCausalLM
 
 from adapterzoo import init
 
-pytestmark = [
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("fastapi", "openai", "uvicorn")),
-        reason="pip install 'adapterzoo[serve]' has not been run",
-    ),
-    pytest.mark.needs("transformers>=5.24", "older ones are refused by name"),
-]
-
-POSITIONS = 128
-ADAPTERS = {"a": "lora[r=4]", "b": "seq_bn", "c": "dora[r=4]"}
-
-
-def words(*numbers):
-    return " ".join(f"w{n}" for n in numbers)
-
-
-def tokenizer():
-    """One token for each word."""
-    special = {0: "<pad>", 1: "<eos>", 2: "<unk>"}
-    table = {special.get(i, f"w{i}"): i for i in range(90)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="<unk>"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
-    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    return made
-
-
-class Server:
-    """A server in another process."""
-
-    def __init__(self, folder, *args):
-        with closing(socket.socket()) as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        command = [sys.executable, "-m", "adapterzoo", "serve", str(folder), *args]
-        sizes = ["--num-blocks", "128", "--page-size", "8", "--max-batch-tokens", "64"]
-        self.log = folder.parent / "log.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *sizes], stdout=log, stderr=log,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
-        end = time.monotonic() + 120
-        while True:
-            try:
-                assert self.get("/health")[0] == 200
-                return
-            except OSError:
-                assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < end
-                time.sleep(0.2)
-
-    def ask(self, method, path, body=None, headers=()):
-        """The status and the text of an answer."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
-            kinds = {"content-type": "application/json", **dict(headers)}
-            connection.request(method, path, data, kinds)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-
-    def get(self, path):
-        return self.ask("GET", path)
-
-    def complete(self, model, prompt, **fields):
-        given = {"model": model, "prompt": prompt, "max_tokens": 6, **fields}
-        return self.ask("POST", "/v1/completions", given)
-
-    def stop(self):
-        self.process.terminate()
-        assert self.process.wait(30) is not None
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A server, and what each prompt gives with each adapter."""
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.max_position_embeddings = POSITIONS
-    model = init(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=1, pad_token_id=0)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    args = []
-    for seed, (name, text) in enumerate(ADAPTERS.items()):
-        model.add_adapter(name, text)
-        stir(model, name, seed=seed + 1, std=0.5)
-        model.save_adapter(folder.parent / name, name)
-        args += ["--adapters", str(folder.parent / name)]
-    wants = {}
-    for number, name in enumerate([None, *ADAPTERS]):
-        ids = list(range(10 + 7 * number, 16 + 9 * number))
-        model.set_active_adapters(name)
-        out = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
-        wants["tiny" if name is None else f"tiny:{name}"] = words(*ids), [t for t in out if t > 2]
-    assert len({tuple(tokens) for _, tokens in wants.values()}) == 4
+    folder, args, wants = written(tmp_path_factory.mktemp("served"))
     server = Server(folder, *args)
     yield server, wants
     server.stop()
-
-
-def numbers(text):
-    return [int(word) for word in text.replace("w", " ").split() if word.isdigit()]
-
-
-def completed(answer):
-    status, text = answer
-    assert status == 200, text
-    return numbers(json.loads(text)["choices"][0]["text"])
-
-
-def streamed(answer):
-    status, text = answer
-    assert status == 200, text
-    chunks = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    assert choices[-1]["finish_reason"] in ("length", "stop")
-    return numbers(
-        "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
-    )
-
-
-def is_well(server, wants):
-    """Whether the next request is answered rightly."""
-    return all(completed(server.complete(m, p)) == want for m, (p, want) in wants.items())
 
 
 def test_each_request_has_its_adapter(served):
@@ -234,13 +124,20 @@ def test_bad_requests_are_answered_and_the_next_is_right(served):
         assert server.ask("POST", "/v1/chat/completions", body)[0] == 400, messages
     for body in (b"", b"{nonsense", b"[]", b"5", b"null", b"[" * 10**5, b"\xff\xfe", b'"x"'):
         assert server.ask("POST", "/v1/completions", body)[0] == 400, body[:10]
-    assert server.ask("POST", "/v1/completions", b" " * (17 * 2**20))[0] == 413
+    # a prompt that long would keep all others waiting
+    for data in (b" " * (17 * 2**20), {"model": "tiny", "prompt": "w5 " * 2**18}):
+        assert server.ask("POST", "/v1/completions", data)[0] == 413
+    body = {"model": "tiny:a", "prompt": PROMPT}
+    for header in (("content-type", "text/plain"), ("content-encoding", "gzip")):
+        assert server.ask("POST", "/v1/completions", body, [header])[0] == 415, header
     for method, path in (
-        ("POST", "/reset"), ("POST", "/load_model"), ("GET", "/v1/completions"), ("GET", "/docs"),
+        ("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs"), ("GET", "/openapi.json"),
         ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/responses"), ("POST", "/v1/systemone"),
-        ("GET", "/openapi.json"), ("DELETE", "/v1/models"), ("POST", "/v1/models/../../reset"),
+        ("POST", "/v1/models/../../reset"),
     ):  # fmt: skip
         assert server.ask(method, path, {"model": "tiny"})[0] == 404, path
+    for method, path in (("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("PUT", "/health")):
+        assert server.ask(method, path, {"model": "tiny"})[0] == 405, path
     assert is_well(server, wants)
 
 
@@ -257,32 +154,38 @@ def test_the_id_of_a_client_takes_no_answer_of_another(served):
         assert list(pool.map(ask, every)) == [want for _, (_, want) in every]
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_fuzz_of_requests(served):
     server, wants = served
-    source = random.Random(0)
-    values = [None, True, 0, 1, -1, 10**30, 1e308, "", "w5", "tiny", [], {}, [None], {"a": []}]
-    names = ["model", "prompt", "messages", "max_tokens", "temperature", "stream", "n", "x"]
-
-    def ask(number):
-        own = random.Random(number)
-        body = {n: own.choice(values) for n in own.sample(names, own.randrange(len(names)))}
-        if own.random() < 0.7:
-            body["model"] = own.choice([*wants, "tiny:nobody"])
-        if own.random() < 0.5:
-            body["prompt"] = PROMPT
-        path = own.choice(["/v1/completions", "/v1/chat/completions"])
-        data = json.dumps(body).encode()
-        if own.random() < 0.2:
-            data = data[: own.randrange(len(data))]
-        return server.ask("POST", path, data)[0]
-
-    with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(ask, (source.randrange(10**9) for _ in range(400))))
-    assert found <= {200, 400, 404}
-    assert is_well(server, wants)
+    found, wrong = fuzz(server, wants, 400)
+    assert not wrong, wrong[0]
+    assert {kind for kind, _ in found} == {*KINDS}
 
 
+def test_the_fuzz_bites(served):
+    server, wants = served
+    (name, (prompt, _)), (_, (_, tokens)) = [*wants.items()][:2]
+    assert fuzz(server, {**wants, name: (prompt, tokens)}, 50)[1]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    server = importlib.import_module("adapterzoo.serving.server")
+    monkeypatch.setattr(server, "_PATIENCE", 0.01)
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(server.Gate(None, SimpleNamespace(most_bytes=99))(scope, receive, send))
+    assert sent[0]["status"] == 408
+
+
+@pytest.mark.sweep
 def test_what_cannot_be_served_is_said_at_once(tmp_path):
     torch.manual_seed(0)
     model = init(AutoModelForCausalLM.from_config(tiny_config("llama")))

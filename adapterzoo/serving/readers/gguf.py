@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError
 
-from .reading import Reading, Update
+from .reading import Reading, Update, type_of
 
 VERSION = "llama.cpp in llama-cpp-python 0.3.36"
 
@@ -51,10 +51,8 @@ _EXPERTS = {
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module) -> Reading:
     """Return what llama.cpp makes of an adapter; arguments as of the reader for vLLM."""
     found = Reading()
-    model_type = str(base.config.model_type)  # type: ignore[union-attr]
-    pattern = _MODELS.get(model_type)
-    if pattern is None:
-        found.refused.append(f"its {model_type!r} models take no adapters, or it is not known")
+    model_type = type_of(base, _MODELS, found)
+    if model_type is None:
         return found
     if "lora_alpha" not in config:
         found.refused.append("KeyError: 'lora_alpha'")
@@ -76,7 +74,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
     experts: dict[str, int] = {}
     config_of: Any = base.config
     for name, pair in pairs.items():
-        if re.fullmatch(pattern, name) is None:
+        if re.fullmatch(_MODELS[model_type], name) is None:
             found.refused.append(f"cannot map tensor {name!r}")
         elif {*pair} != {"A", "B"}:
             found.refused.append(f"{name!r} has only {[*pair]}")
@@ -238,23 +236,38 @@ def _updates(
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the values and the tensors of a GGUF file."""
+    """Return the values and the tensors of a GGUF file.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return _contents(data)
+    except (LookupError, RecursionError, ValueError) as error:
+        raise CheckpointError(
+            f"the converter has not written a whole GGUF file ({error}). Write the path of "
+            "llama.cpp's convert_lora_to_gguf.py."
+        ) from error
+
+
+def _contents(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     place = 0
 
-    def number(form: str) -> Any:
+    def taken(size: int) -> bytes:
         nonlocal place
-        (value,) = struct.unpack_from(f"<{form}", data, place)
-        place += struct.calcsize(form)
+        if size > len(data) - place:
+            raise CheckpointError(f"it ends before byte {place + size}")
+        place += size
+        return data[place - size : place]
+
+    def number(form: str) -> Any:
+        (value,) = struct.unpack(f"<{form}", taken(struct.calcsize(f"<{form}")))
         return value
 
     def text() -> str:
-        nonlocal place
-        size = number("Q")
-        place += size
-        return data[place - size : place].decode("utf-8")
+        return taken(number("Q")).decode("utf-8")
 
     def value(kind: int) -> Any:
-        nonlocal place
         if kind == _STRING:
             return text()
         if kind == _ARRAY:
@@ -262,12 +275,11 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return [value(inner) for _ in range(count)]
         if kind == _FLOAT:
             return number("f")
-        place += _SIZES[kind]
-        return data[place - _SIZES[kind] : place]
+        return taken(_SIZES[kind])
 
-    if data[:4] != b"GGUF":
-        raise CheckpointError("the converter has not written a GGUF file")
-    place = 4
+    if taken(4) != b"GGUF":
+        raise CheckpointError("it does not begin with GGUF")
+    # the version
     number("I")
     count, entries = number("Q"), number("Q")
     values = {}
@@ -280,8 +292,9 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         shape = [number("Q") for _ in range(dims)][::-1]
         infos.append((name, shape, _DTYPES[number("I")], number("Q")))
     start = -(-place // _ALIGNMENT) * _ALIGNMENT
+    writable = bytearray(data)
     tensors = {
-        name: torch.frombuffer(bytearray(data), dtype=dtype, count=math.prod(shape),
+        name: torch.frombuffer(writable, dtype=dtype, count=math.prod(shape),
                                offset=start + offset).reshape(shape)
         for name, shape, dtype, offset in infos
     }  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .reading import Reading, Update
+from .reading import Reading, Update, type_of
 
 LORAX, TGI = "LoRAX at a7394ba", "TGI at db931fc"
 
@@ -63,9 +63,8 @@ def _read(
     models: Mapping[str, tuple[str, tuple[str, ...]]],
 ) -> Reading:
     found = Reading()
-    model_type = str(base.config.model_type)  # type: ignore[union-attr]
-    if model_type not in models:
-        found.refused.append(f"its {model_type!r} models take no adapters, or it is not known")
+    model_type = type_of(base, models, found)
+    if model_type is None:
         return found
     # PEFT's class for the type is loaded, and asked for these
     if config.get("peft_type") != "LORA":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
         tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, RecursionError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{str(folder)!r} is not a folder of PEFT with safetensors ({error}). Write it with "
             "save_adapter(…, format='peft')."
@@ -75,6 +76,21 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(config, dict):
         raise CheckpointError(f"adapter_config.json in {str(folder)!r} is not an object.")
     return config, tensors
+
+
+def type_of(base: nn.Module, known: Container[str], found: Reading) -> str | None:
+    """Return the type of a model; None, with a reason in `found`, if it takes no adapters there.
+
+    Args:
+        base: the plain model.
+        known: types of the models that take adapters in the server.
+        found: what the server makes of the folder.
+    """
+    model_type = str(base.config.model_type)  # type: ignore[union-attr]
+    if model_type in known:
+        return model_type
+    found.refused.append(f"{model_type!r} models take no adapters there, or are not known")
+    return None
 
 
 def linear_layers(base: nn.Module) -> set[str]:
@@ -93,7 +109,7 @@ def apply(base: nn.Module, reading: Reading) -> None:
         reading: of a folder.
 
     Raises:
-        CheckpointError: a change does not fit its weight.
+        CheckpointError: a change or a head does not fit its weight.
     """
     untie(base)
     for update in reading.updates:
@@ -114,7 +130,11 @@ def apply(base: nn.Module, reading: Reading) -> None:
         target.add_(change)
     for key, tensor in reading.heads.items():
         path, _, name = key.rpartition(".")
-        setattr(base.get_submodule(path), name, nn.Parameter(tensor.to(base.dtype)))  # type: ignore[arg-type]
+        module = base.get_submodule(path)
+        shape = getattr(module, name).shape
+        if tensor.shape != shape:
+            raise CheckpointError(f"{key}: a head {[*tensor.shape]} in place of {[*shape]}")
+        setattr(module, name, nn.Parameter(tensor.to(base.dtype)))  # type: ignore[arg-type]
 
 
 def untie(base: nn.Module) -> None:

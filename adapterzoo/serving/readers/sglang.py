@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .reading import Reading, Update, linear_layers
+from .reading import Reading, Update, linear_layers, type_of
 
 VERSION = "SGLang 0.5.23"
 
@@ -35,9 +35,7 @@ _SIZED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module) -> Reading:
     """Return what SGLang makes of an adapter; arguments as of the reader for vLLM."""
     found = Reading()
-    model_type = str(base.config.model_type)  # type: ignore[union-attr]
-    if model_type not in _MODELS:
-        found.refused.append(f"its {model_type!r} models take no adapters, or it is not known")
+    if type_of(base, _MODELS, found) is None:
         return found
     for name in ("target_modules", "r", "lora_alpha", "peft_type"):
         if name not in config:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .reading import Reading, Update, linear_layers
+from .reading import Reading, Update, linear_layers, type_of
 
 VERSION = "vLLM 0.32.0"
 
@@ -72,11 +72,10 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
         base: the plain model.
     """
     found = Reading()
-    model_type = str(base.config.model_type)  # type: ignore[union-attr]
-    model = _MODELS.get(model_type)
-    if model is None:
-        found.refused.append(f"its {model_type!r} models take no adapters, or it is not known")
+    model_type = type_of(base, _MODELS, found)
+    if model_type is None:
         return found
+    model = _MODELS[model_type]
     _check(config, found)
     if found.refused:
         return found
