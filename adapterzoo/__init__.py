@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .auto import AutoAdapterModel
     from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
     from .config import AdapterConfig, ConfigUnion, MultiTaskConfig
-    from .errors import AdapterZooError
+    from .errors import AdapterZooError, BaseModelWarning
     from .heads import (
         DependencyParsingHead,
         LMHead,
@@ -77,7 +77,7 @@ _HOMES = {
         "Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split", "Stack",
     ),
     "config": ("AdapterConfig", "ConfigUnion", "MultiTaskConfig"),
-    "errors": ("AdapterZooError",),
+    "errors": ("AdapterZooError", "BaseModelWarning"),
     "heads": (
         "DependencyParsingHead", "LMHead", "MultipleChoiceHead", "PooledHead", "PredictionHead",
         "QuestionAnsweringHead", "TaggingHead", "TaskHead",
@@ -120,6 +120,7 @@ __all__ = [
     "AutoAdapterModel",
     "Average",
     "BOFTConfig",
+    "BaseModelWarning",
     "BatchSplit",
     "BnConfig",
     "CompacterConfig",

@@ -102,6 +102,10 @@ class HubError(AdapterZooError, OSError, RuntimeError):
     """The Hub did not answer as it should."""
 
 
+class BaseModelWarning(UserWarning):
+    """An adapter is loaded into another base model than the one that it was trained on."""
+
+
 def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
     """Return the items as `'a', 'b', 'c' and 14 more`; the word `none` for an empty list.
 

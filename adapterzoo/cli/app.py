@@ -363,6 +363,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     """Describe an adapter: format, config, base model, head, sizes, fingerprint.
 
     PATH is a folder, or 'user/repository' on the Hub, in the native format, AdapterHub's or PEFT's.
+    "pinned" is a name with which every command and load_adapter take this adapter and no other.
     Configs of other formats are shown unchanged; with --model the adapter is compared with the
     model, and its config is shown as adapterzoo reads it.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from torch import Tensor
 from adapterzoo import formats, hub
 from adapterzoo.errors import CheckpointError
 from adapterzoo.formats import adapterhub, files, native, peft
-from adapterzoo.formats.fit import fingerprint
+from adapterzoo.formats.checkpoint import base_of
+from adapterzoo.formats.fit import fingerprint, other_fingerprint
 from adapterzoo.heads import STATIC
 from adapterzoo.hub.names import ADAPTER_CONFIG, wanted
-from adapterzoo.hub.upload import BASE_NAMES
 
 _HEAD_CONFIG = "head_config.json"
 
@@ -27,7 +28,7 @@ class CheckpointFolder:
     """A folder with an adapter or only a head, read but not compared with a model.
 
     Attributes:
-        path: as the user wrote it.
+        path: as the user wrote it, without a fingerprint.
         folder: the local folder.
         kind: `"adapter"` or `"head"`.
         format: name of the format.
@@ -37,6 +38,8 @@ class CheckpointFolder:
         tensors: all tensors by their keys in the file.
         sizes: bytes of each file.
         fingerprint: the `adapter_fingerprint`; None if only a model can give it.
+        pinned: the first digits of the fingerprint that the user wrote; None: none.
+        origin: the base model that the files name.
     """
 
     path: str
@@ -49,12 +52,13 @@ class CheckpointFolder:
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int]
     fingerprint: str | None
+    pinned: str | None
+    origin: formats.Base
 
     @property
     def base(self) -> str | None:
         """The name of its base model; None if the files do not have it."""
-        names = (self.metadata.get(key) for key in BASE_NAMES)
-        return next((name for name in names if isinstance(name, str) and name), None)
+        return self.origin.name
 
     @property
     def method(self) -> str | None:
@@ -94,13 +98,16 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     """Read a local folder, or download a repository and read it.
 
     Args:
-        path: a folder, `user/repository` or `user/repository/folder`.
+        path: a folder, `user/repository` or `user/repository/folder`; `@` and a fingerprint may
+            follow.
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError: there is no adapter, or its files are damaged.
+        CheckpointError: there is no adapter, its files are damaged, or it has another fingerprint.
         HubError: it cannot be downloaded.
     """
+    name_or_path, pinned = hub.pinned(path)
+    path = os.fspath(name_or_path)
     folder = hub.resolve(path, revision)
     found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
     kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
@@ -116,7 +123,8 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         stored = native.load(folder, kind)
         metadata, tensors = stored.metadata, native.keyed(stored)
         head, meta = metadata.get("head"), metadata.get("meta")
-        if kind == "adapter":
+        # of trained embeddings, the file has only some rows
+        if kind == "adapter" and "embeddings" not in metadata:
             own_fingerprint = fingerprint(_config_in(metadata), stored.adapter)
     else:
         tensors = {}
@@ -127,10 +135,19 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         has_head = name != "peft" and (folder / _HEAD_CONFIG).is_file()
         head = files.read_json(folder / _HEAD_CONFIG) if has_head else None
         meta = adapterhub.meta_in(metadata) if name == "adapterhub" else peft.meta_in(folder)
+    if pinned is not None and kind == "head":
+        raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path}.")
+    if pinned is not None and not (own_fingerprint or pinned).startswith(pinned):
+        raise other_fingerprint(str(own_fingerprint), pinned)
+    if kind == "adapter":
+        origin = formats.formats[name].base(folder)
+    else:
+        origin = base_of(metadata, "model_name")
     return CheckpointFolder(
         path, folder, kind, name, metadata,
         head if isinstance(head, Mapping) else None,
         meta if isinstance(meta, Mapping) else {}, tensors, sizes, own_fingerprint,
+        pinned, origin,
     )  # fmt: skip
 
 

@@ -125,6 +125,11 @@ def convert_method(
     certificate: Certificate
     if checkpoint.format == "peft" and checkpoint.method not in here:
         # PEFT itself computes the changes of a method that only it has, without heads
+        if checkpoint.pinned is not None:
+            raise CheckpointError(
+                f"{checkpoint.path!r} is of {checkpoint.method}, which only PEFT loads, so it has "
+                f"no fingerprint. Write it without @{checkpoint.pinned}."
+            )
         trained = checkpoint.metadata.get("modules_to_save")
         if trained and with_head:
             raise CheckpointError(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from adapterzoo import hub, serving
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.formats.fit import PINNED_DIGITS
 from adapterzoo.hub.names import is_complete
+from adapterzoo.model.checkpointing import fingerprint_of
 from adapterzoo.model.report import AdapterReport
 from adapterzoo.serving import Proof
 
-from .checkpoints import CheckpointFolder
+from .checkpoints import CheckpointFolder, open_checkpoint
 from .models import fitted, on_fitted
 
 
@@ -31,6 +34,8 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
         "holds": checkpoint.kind,
         "name": checkpoint.name,
         "base_model": checkpoint.base,
+        "base_revision": checkpoint.origin.revision,
+        "base_digest": checkpoint.origin.digest,
         "model_type": checkpoint.metadata.get("model_type"),
         "method": checkpoint.method,
         "head": checkpoint.head_type,
@@ -41,6 +46,7 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
         "bytes": sum(checkpoint.sizes.values()),
         "files": dict(checkpoint.sizes),
         "fingerprint": checkpoint.fingerprint,
+        "pinned": _pinned(checkpoint, checkpoint.fingerprint),
         "config": checkpoint.metadata.get("config"),
         "meta": dict(checkpoint.meta),
         "compared_with": None,
@@ -48,6 +54,11 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     if checkpoint.format == "peft":
         facts["config"] = {k: v for k, v in checkpoint.metadata.items() if v not in (None, {}, [])}
     if model is None:
+        if checkpoint.pinned is not None and checkpoint.fingerprint is None:
+            raise CheckpointError(
+                f"the fingerprint of {checkpoint.path!r} is not known without its base model. "
+                f"Write --model."
+            )
         return facts
     found = on_fitted(checkpoint, model, lambda found: found, "compared")
     checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
@@ -59,8 +70,14 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     if checkpoint.kind == "adapter" and config is not None:
         facts["method"] = config["architecture"]
         facts["config"] = config
-        facts["fingerprint"] = found.model.adapter_fingerprint(found.name)
+        facts["fingerprint"] = fingerprint_of(found.model, found.stored)
+        facts["pinned"] = _pinned(checkpoint, facts["fingerprint"])
     return facts
+
+
+def _pinned(checkpoint: CheckpointFolder, fingerprint: str | None) -> str | None:
+    """Return the name that loads this adapter and no other; None without a fingerprint."""
+    return None if fingerprint is None else f"{checkpoint.path}@{fingerprint[:PINNED_DIGITS]}"
 
 
 def verify(
@@ -119,9 +136,27 @@ def prove(
     Raises:
         CheckpointError: a folder or the model cannot be read.
     """
-    folder = hub.resolve(path, revision)
-    original = None if adapter is None else hub.resolve(adapter)
+    folder = _folder(path, revision, model)
+    original = None if adapter is None else _folder(adapter, None, model)
     return serving.verify(folder, server, model, original, converter=converter)
+
+
+def _folder(path: str, revision: str | None, model: str) -> Path:
+    """Return the folder of an adapter; its fingerprint is checked if the user wrote one.
+
+    Args:
+        path: a folder or a name on the Hub.
+        revision: on the Hub.
+        model: the base model.
+
+    Raises:
+        CheckpointError: the adapter has another fingerprint.
+    """
+    if hub.pinned(path)[1] is None:
+        return hub.resolve(path, revision)
+    checkpoint = open_checkpoint(path, revision)
+    facts_of(checkpoint, model)
+    return checkpoint.folder
 
 
 def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:

@@ -196,6 +196,7 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
     Raises:
         CheckpointError: it does not fit the model.
     """
+    kwargs["fingerprint"] = checkpoint.pinned
     try:
         model.load_adapter(checkpoint.folder, load_as=name, **kwargs)
     except CheckpointError:
@@ -212,8 +213,10 @@ def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitte
     if name is None and fetched and stored.metadata.get("name") is None:
         # in the cache, folders have the names of commits
         name = Path(checkpoint.path).name
-    fill = model.load_head if checkpoint.kind == "head" else model.load_adapter
-    return Fitted(model, fill(checkpoint.folder, load_as=name), stored)
+    if checkpoint.kind == "head":
+        return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
+    loaded = model.load_adapter(checkpoint.folder, load_as=name, fingerprint=checkpoint.pinned)
+    return Fitted(model, loaded, stored)
 
 
 def _class_of(checkpoint: CheckpointFolder) -> Any:

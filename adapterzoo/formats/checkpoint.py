@@ -155,12 +155,28 @@ def _changed(
     return found
 
 
+REVISION, DIGEST = "base_revision", "base_digest"
+"""The keys of `Base.revision` and `Base.digest` in metadata and in files."""
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model of a checkpoint: its name on the Hub or its folder, None if unknown, and commit."""
+    """The base model of a checkpoint; fields are None where the files do not say.
+
+    Attributes:
+        name: on the Hub, or its folder.
+        revision: the commit on the Hub, or what a file of a peer has in its place.
+        digest: of its weights, see `adapterzoo.model.base`.
+    """
 
     name: str | None
     revision: str | None = None
+    digest: str | None = None
+
+    def entries(self) -> dict[str, str]:
+        """Return what metadata say about it besides the name."""
+        fields = {REVISION: self.revision, DIGEST: self.digest}
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +203,9 @@ class Format:
     owned: Callable[[Kind], tuple[str, ...]]
 
 
-def base_of(values: Mapping[str, Any], name: str, revision: str) -> Base:
+def base_of(values: Mapping[str, Any], name: str, revision: str = REVISION) -> Base:
     """Return the model that the config of a file names in these fields."""
-    found = (values.get(name), values.get(revision))
+    found = (values.get(name), values.get(revision), values.get(DIGEST))
     return Base(*(value if isinstance(value, str) and value else None for value in found))
 
 

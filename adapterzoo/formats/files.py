@@ -36,8 +36,9 @@ from adapterzoo.errors import CheckpointError, ConfigError, listing
 
 _LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
-# the key of our metadata in our safetensors files, and of `meta_dict` in those of PEFT's format
-NATIVE, META = "adapterzoo", "adapterzoo_meta"
+# the key of our metadata in our safetensors files; of `meta_dict`, and of what is known of the base
+# model, in those of PEFT's format
+NATIVE, META, BASE = "adapterzoo", "adapterzoo_meta", "adapterzoo_base"
 # of a safetensors file: names, shapes and metadata, about 300 bytes for each tensor
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError, in_python, listing
+from adapterzoo.errors import CheckpointError, argument, in_python, listing
 
 
 def digest(tensor: Tensor) -> str:
@@ -58,6 +58,23 @@ def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str
     document = json.dumps([dict(config), digests(tensors)], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()
 
+
+def other_fingerprint(found: str, expected: str) -> CheckpointError:
+    """Return the error for an adapter that is not the one that was asked for.
+
+    Args:
+        found: its fingerprint.
+        expected: the first digits of the other one.
+    """
+    return CheckpointError(
+        f"the adapter has the fingerprint {found}, not {expected}; nothing has been loaded.\n"
+        f"Write @{found[:PINNED_DIGITS]} if it is meant, or "
+        f"{argument('revision', expected, 'load_adapter')} for a commit of the Hub."
+    )
+
+
+PINNED_DIGITS = 16
+"""Of a fingerprint, in `name@fingerprint`."""
 
 _SHOWN = 10
 

@@ -125,7 +125,9 @@ formats.register("native")(
         _recognizes,
         read=lambda folder, kind, _info: load(folder, kind),
         encode=lambda checkpoint, kind, _info: encode(checkpoint, kind),
-        base=lambda folder: base_of(read(folder / "adapter.safetensors")[0], "model_name", ""),
+        base=lambda folder: base_of(
+            files.read_metadata(folder / "adapter.safetensors", files.NATIVE) or {}, "model_name"
+        ),
         owned=names_of_files,
     )
 )

@@ -5,7 +5,9 @@ Nothing that this package raises, logs or writes contains a token.
 
 from __future__ import annotations
 
+from .download import only_commit as only_commit
 from .download import resolve, resolve_file, resolve_setup
+from .names import pinned as pinned
 from .search import AdapterInfo, adapter_info, list_adapters
 from .upload import CardText, completed_card, push
 from .upload import publish as publish

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
+from huggingface_hub.file_download import repo_folder_name
 
 from adapterzoo.errors import HubError, listing, names_call
 from adapterzoo.formats.setup_files import SETUP
@@ -132,6 +133,19 @@ def resolve_file(
         local_files_only=local_files_only, force_download=force_download,
     )  # fmt: skip
     return folder / file
+
+
+def only_commit(model_name: str) -> str | None:
+    """Return the commit of a model in the cache of `huggingface_hub`, if there is only one.
+
+    Args:
+        model_name: on the Hub; of a local folder no commit is known.
+    """
+    if not is_public_name(model_name):
+        return None
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=model_name, repo_type="model"))
+    commits = [file.parent.name for file in folder.glob("snapshots/*/config.json")]
+    return commits[0] if len(commits) == 1 else None
 
 
 def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:

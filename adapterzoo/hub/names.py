@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,26 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
             f"the folder of an adapter or 'user/repository'."
         )
     return RepoRef("/".join(parts[:2]), "/".join(parts[2:]))
+
+
+_PINNED = re.compile(r"(?P<name>.+)@(?P<fingerprint>[0-9a-fA-F]{8,64})", re.DOTALL)
+
+
+def pinned(
+    name: str | os.PathLike[str],
+) -> tuple[str | os.PathLike[str], str | None]:
+    """Return a name without `@fingerprint` at its end, and the fingerprint; None without one.
+
+    A folder that is called so takes precedence. Neither a repository of the Hub nor the last part
+    of an old id, the name of an organization, can be mistaken for one.
+
+    Args:
+        name: a folder or a name on the Hub; `@` and 8 to 64 hexadecimal digits may follow.
+    """
+    match = _PINNED.fullmatch(os.fspath(name))
+    if match is None or os.access(name, os.F_OK):
+        return name, None
+    return match["name"], match["fingerprint"].lower()
 
 
 def is_public_name(name: object) -> bool:

@@ -26,7 +26,7 @@ from adapterzoo.errors import (
     names_call,
 )
 from adapterzoo.formats import files, native, setup_files
-from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.checkpoint import REVISION, Base, Checkpoint, formats, of
 from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import STATIC, head_types
@@ -36,6 +36,8 @@ from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
+# its commit in PEFT's
+_PEFT_REVISION = "revision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,12 +239,27 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
                 # the native tensor file holds the name too, and a digest
                 stem = file.removesuffix("_config.json")
                 stored = native.load(inner, stem)
-                renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+                renamed = _renamed(stored.metadata, others, base)
                 contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
             elif others:
-                contents[file] = json_bytes(document | dict.fromkeys(others, base))
+                contents[file] = json_bytes(_renamed(document, others, base))
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     return found
+
+
+def _renamed(document: Mapping[str, Any], keys: Iterable[str], base: str | None) -> dict[str, Any]:
+    """Return a config with another name of the base model, to which no known commit belongs.
+
+    Args:
+        document: of any format.
+        keys: of the name.
+        base: the name.
+    """
+    renamed = {**document, **dict.fromkeys(keys, base)}
+    renamed.pop(REVISION, None)
+    if _PEFT_REVISION in renamed:
+        renamed[_PEFT_REVISION] = None
+    return renamed
 
 
 # --- the model card ---
@@ -305,10 +322,15 @@ def adapter_card(
         model = f"[{base}](https://huggingface.co/{base})"
     elif model_type:
         model = f"a model of type `{model_type}`"
+    origin = _origin(folder)
+    facts = [] if origin.digest is None else [f"digest `{origin.digest}`"]
+    if origin.revision is not None and origin.name == base:
+        facts.insert(0, f"revision `{origin.revision}`")
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
     # PEFT's config has the base model's name too, perhaps as a local path
-    outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
+    hidden = (*BASE_NAMES, _PEFT_REVISION)
+    outer = {key: value for key, value in document.items() if key not in hidden}
     config = inner if isinstance(inner, Mapping) else outer
     given = json.dumps(base) if base else "base_model"
     code = (
@@ -325,6 +347,7 @@ def adapter_card(
     parts = [
         f"# `{name}`",
         f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
+        *([f"The base model that it was trained on: {', '.join(facts)}."] if facts else []),
         "## How to load it",
         "```\npip install adapterzoo\n```",
         f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```",
@@ -342,6 +365,12 @@ def adapter_card(
     if text.citation:
         parts += ["## Citation", text.citation]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _origin(folder: Path) -> Base:
+    """Return what the files of an adapter say about its base model."""
+    format = of(folder, "adapter")
+    return Base(None) if format is None else formats[format].base(folder)
 
 
 def base_name(document: Mapping[str, Any], given: str | None) -> str | None:

@@ -200,6 +200,16 @@ def is_offloaded(layer: nn.Module) -> bool:
     return bool(getattr(vars(layer).get("_hf_hook"), "offload", False))
 
 
+def offloaded_value(layer: nn.Module, name: str) -> Tensor:
+    """Return a parameter that accelerate has offloaded, from where it is kept.
+
+    Args:
+        layer: with the parameter.
+        name: of the parameter.
+    """
+    return cast("Tensor", vars(layer)["_hf_hook"].weights_map[name])
+
+
 def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those below with their paths; adapters are not among them.
 

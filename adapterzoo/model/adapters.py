@@ -326,7 +326,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             reads_calls |= part.reads_call or part.shared_key is not None
             if (key := part.shared_key) is not None:
                 part.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
-    record = AdapterRecord(record.config, record.places, reads_calls, record.meta)
+    record = dataclasses.replace(record, reads_calls=reads_calls, coming={})
     equalize(model, modules.values())
     for path, adapter in modules.items():
         if path:

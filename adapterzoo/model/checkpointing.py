@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo import formats, hub
 from adapterzoo.anatomy import Anatomy
@@ -30,13 +29,12 @@ from adapterzoo.errors import (
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject import building
-from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
-from adapterzoo.inject.layers import is_quantized
+from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
 from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
-from . import adapters, sharding
+from . import adapters, base, sharding
 from .activation import check_layers, refuse_taken
 from .heads import named, store, tables
 from .hf.info import ModelInfo, name_of, provenance
@@ -45,7 +43,6 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     LoadOptions,
-    config_of,
     heads_of,
     layer_in,
     modules_of,
@@ -55,7 +52,6 @@ from .state import (
 )
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
-_LOG = logging.getLogger(__name__)
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:
@@ -129,6 +125,7 @@ def save_adapter(
         )
     with sharding.gathering(model, own):
         stored = checkpoint_of(model, name, with_head, meta, format)
+        stored.metadata |= base.entries(model, name, format == "native")
         write(model, folder, stored, "adapter", format)
 
 
@@ -143,12 +140,8 @@ def checkpoint_of(
     if with_head:
         head_name = named.name_with(model, name)
         head = named.record_of(model, head_name, head_name != name, format == "native")
-    weights = base_weights(model, fit.sampled_keys) if format == "native" else {}
-    # a collective call if the weights are sharded
-    sample = fit.base_sample(sharding.gathered(weights))
     document = {
         **provenance(model, name),
-        **({BASE: sample} if sample else {}),
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -222,6 +215,7 @@ def fitting(
     sharding.refuse_if_fixed(model, "Load it before fully_shard(model).")
     info = ModelInfo(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
+    check_fingerprint(model, stored, asked.fingerprint)
     name = name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
     head_name, own_name = name, stored.metadata.get("head_name")
@@ -252,7 +246,9 @@ def fitting(
         )
 
     def enter() -> None:
-        # first the only step that may fail
+        # before anything changes: users may turn warnings into errors
+        compare(model, stored, record, name, asked)
+        # the only step that may fail
         adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
@@ -261,11 +257,59 @@ def fitting(
         if lost:
             warnings.warn(lost, stacklevel=2)
         warn()
-        warn_of_base(model, stored, name)
-        asked.compare(record.config, stored.metadata.get("model_name"))
         asked.report()
 
     return name, enter
+
+
+def fingerprint_of(model: AdaptedModel, stored: Checkpoint) -> str:
+    """Return the `adapter_fingerprint` that a checkpoint's adapter has when it is loaded.
+
+    `dtype` and `leave_out` are not applied.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has embeddings of another model.
+    """
+    config = config_in(model, stored)
+    _, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
+    return fit.fingerprint(config.to_dict(), tensors)
+
+
+def check_fingerprint(model: AdaptedModel, stored: Checkpoint, expected: str | None) -> None:
+    """Check the fingerprint of a checkpoint's adapter.
+
+    Args:
+        model: to load it into.
+        stored: the checkpoint.
+        expected: the first digits; None: not checked.
+
+    Raises:
+        CheckpointError: it has another one.
+    """
+    if expected is None:
+        return
+    found = fingerprint_of(model, stored)
+    if not found.startswith(expected):
+        raise fit.other_fingerprint(found, expected)
+
+
+def compare(
+    model: AdaptedModel, stored: Checkpoint, record: AdapterRecord, name: str, asked: LoadOptions
+) -> None:
+    """Warn where a checkpoint has another base model than this one, or than the user names.
+
+    Args:
+        model: with adapters.
+        stored: the checkpoint.
+        record: of its adapter.
+        name: of the adapter.
+        asked: the arguments of the public method.
+
+    Raises:
+        ConfigError: a config that the user gives is not one.
+    """
+    base.warn_of_another(model, stored.metadata, name)
+    asked.compare(record.config, stored.metadata.get("model_name"))
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
@@ -325,10 +369,10 @@ def as_saved(
 
 
 def config_in(model: AdaptedModel, stored: Checkpoint) -> AdapterConfig:
-    """Return the config of an adapter in a checkpoint.
+    """Return the config of a checkpoint's adapter.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it has none.
     """
     document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
@@ -414,7 +458,11 @@ def filled(
             layer = layer_in(model, path or first)
             fit.fill(module, by_path.get(path, {}), building.device_of(layer))
     kept = stored.metadata.get("meta")
-    return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})
+    return dataclasses.replace(
+        record,
+        meta=dict(kept) if isinstance(kept, Mapping) else {},
+        trained_on=base.entries_in(stored.metadata),
+    )
 
 
 # --- heads ---
@@ -530,66 +578,3 @@ def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
         return check_name(load_as)
     name = stored.metadata.get("name")
     return check_name(PurePath(path).name if name is None else name, other="load_as")
-
-
-# --- the base model of a checkpoint ---
-
-BASE = "base"
-"""The key of the sample of the base model's weights."""
-
-
-def base_weights(
-    model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
-) -> dict[str, Tensor]:
-    """Return some unquantized weights of the base model by key; they may be sharded.
-
-    Merging changes none of them. For a quantized model, vectors are left out, since some
-    quantization methods scale them.
-
-    Args:
-        model: with adapters.
-        choose: a function that chooses the keys, given the number of dimensions of each weight.
-    """
-    replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
-    found: dict[str, Tensor] = {}
-    offloaded: dict[str, tuple[nn.Module, str]] = {}
-    quantized = getattr(config_of(model), "quantization_config", None) is not None
-    for path, module in plain_modules(model._backbone):
-        if is_quantized(module):
-            quantized = True
-            continue
-        own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
-        for name, tensor in own.items():
-            if tensor is None:
-                continue
-            if tensor.is_meta:
-                if not is_offloaded(module):
-                    continue
-                offloaded[f"{path}.{name}"] = module, name
-            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
-            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
-                found[f"{path}.{name}"] = tensor
-    if replaced and (table := token_table(model)) is not None:
-        found = {k: t for k, t in found.items() if t is not table.weight}
-    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
-    keys = choose({key: dim for key, dim in dims.items() if dim > 1 or not quantized})
-    for key in offloaded.keys() & set(keys):
-        module, name = offloaded[key]
-        with at_hand(module):
-            found[key] = cast("Tensor", module._parameters[name])
-    return {key: found[key] for key in keys}
-
-
-def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
-    """Warn if a checkpoint's adapter was trained on a base model with other weights."""
-    kept = stored.metadata.get(BASE)
-    if not isinstance(kept, Mapping):
-        return
-    own = base_weights(model, lambda dims: [key for key in dims if key in kept])
-    if fit.is_other_base(kept, sharding.gathered(own)):
-        trained_on = stored.metadata.get("model_name")
-        _LOG.warning(
-            "load_adapter: the adapter %r was trained on a base model%s with other weights than "
-            "this one, so its outputs differ from those in training.",
-            name, f" ({trained_on!r})" if trained_on else "",
-        )  # fmt: skip

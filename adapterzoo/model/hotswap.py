@@ -65,6 +65,7 @@ def load(
         UnknownNameError: there is no adapter of this name.
     """
     stored = formats.read(folder, "adapter", ModelInfo(model, asked.with_head))
+    checkpointing.check_fingerprint(model, stored, asked.fingerprint)
     name = checkpointing.name_in(asked.load_as, stored, hub_name or folder)
     if or_add and name not in model._adapter_state.records:
         rank = model._adapter_state.slot_rank or 1
@@ -88,11 +89,11 @@ def load(
     writes = _writes(model, name, coming)
     if asked.with_head and stored.metadata.get("head") is not None:
         writes += _writes_of_head(model, name, stored, asked)
-    asked.compare(coming.config, stored.metadata.get("model_name"))
+    checkpointing.compare(model, stored, coming, name, asked)
     if asked.set_active:
         check_setup(model, parse(name), ())
     write(writes)
-    model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
+    model._adapter_state.records[name] = _taking(slot, coming)
     if asked.set_active:
         set_active(model, name)
     asked.report()
@@ -118,7 +119,12 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     slot = _slot(model, into)
     coming = dataclasses.replace(record, coming=dict(modules_of(model, name)))
     write(_writes(model, into, coming))
-    model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
+    model._adapter_state.records[into] = _taking(slot, record)
+
+
+def _taking(slot: AdapterRecord, other: AdapterRecord) -> AdapterRecord:
+    """Return the record of a slot that has taken the values of another adapter."""
+    return dataclasses.replace(slot, meta=other.meta, trained_on=other.trained_on)
 
 
 def _slot(model: AdaptedModel, name: str) -> AdapterRecord:

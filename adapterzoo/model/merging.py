@@ -240,11 +240,18 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
         raise StateError(f"the weights at {shown(path)!r} are quantized. {how}")
 
 
-def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
+def lost_originals(model: AdaptedModel) -> set[str]:
+    """Return the paths of merged layers whose base weights are not known any more."""
     state = model._adapter_state
+    if not state.merged:
+        return set()
     lost = {path for name in state.merged for path in state.records[name].places if path}
     first = _first_with(model, (*state.originals, *lost))
-    lost = {path for path in lost if first[path] not in state.originals}
+    return {path for path in lost if first[path] not in state.originals}
+
+
+def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
+    lost = lost_originals(model)
     if at is not None:
         lost &= at
     if lost:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 import torch
 from torch import Tensor, nn
 
+from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
@@ -911,6 +912,7 @@ class AdapterModelMixin:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         source: str | None = None,
+        fingerprint: str | None = None,
         hotswap: bool | Literal["auto"] = "auto",
         adapter_name: str | None = None,
         is_trainable: bool = False,
@@ -922,7 +924,7 @@ class AdapterModelMixin:
 
         Args:
             adapter_name_or_path: the folder, `user/repository` on the Hub, or an old id of
-                AdapterHub such as `sentiment/sst-2@ukp`.
+                AdapterHub such as `sentiment/sst-2@ukp`; `@` and a fingerprint may follow.
             config: for old ids, the config of the adapter; None: the usual one. A checkpoint with
                 another config is loaded with a warning.
             version: the same as `revision`.
@@ -947,6 +949,9 @@ class AdapterModelMixin:
             revision: branch, tag or commit on the Hub.
             source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
                 None: a folder first, then the Hub, then an old id.
+            fingerprint: the first 8 or more digits of the adapter's `adapter_fingerprint` when it
+                is loaded without `dtype` and `leave_out`; a file with another one is refused. The
+                same as `@fingerprint` after the name.
             hotswap: write the values into the adapter of that name, so that a compiled model does
                 not compile again. Method and layers must be the same; smaller sizes are padded
                 with zeros where that changes nothing. The adapter keeps its config: B takes over
@@ -963,8 +968,8 @@ class AdapterModelMixin:
             The adapter's name.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or does not fit the model; the
-                message lists every difference, and nothing has been loaded.
+            CheckpointError: the file is missing or damaged, has another fingerprint, or does not
+                fit the model; the message lists every difference, and nothing has been loaded.
             ConfigError: a value in the checkpoint or an argument is not legal.
             DuplicateNameError: the name is taken.
             HubError: the files cannot be downloaded.
@@ -978,16 +983,18 @@ class AdapterModelMixin:
                 id2label=id2label, num_labels={n: f"LABEL_{n}" for n in range(num_labels)}
             )
         is_first = adapter_name is not None and not self.has_adapters()
+        name_or_path, pinned = hub.pinned(adapter_name_or_path)
         asked = LoadOptions(
             load_as=one_of(load_as=load_as, adapter_name=adapter_name),
             with_head=with_head, leave_out=leave_out,
             id2label=id2label, set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info,
+            fingerprint=one_of(adapter_name_or_path=pinned, fingerprint=fingerprint),
             loaders=checkpointing.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         folder, hub_name = checkpointing.found(
-            self, adapter_name_or_path, version, revision, source, asked, hub_kwargs
+            self, name_or_path, version, revision, source, asked, hub_kwargs
         )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
             name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")

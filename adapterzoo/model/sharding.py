@@ -233,6 +233,88 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
+def negative_at(
+    tensors: Mapping[str, Tensor], positions: Callable[[int], Tensor]
+) -> dict[str, Tensor]:
+    """Return whether entries of whole tensors have a sign bit, `bool`, on the CPU.
+
+    A collective call if any is sharded by `fully_shard`; no tensor is gathered.
+
+    Args:
+        tensors: of a resharded model, in the same order in all processes.
+        positions: the number of entries of a tensor → those to look at, counted in memory order.
+    """
+    indices: dict[tuple[int, torch.device], Tensor] = {}
+    found: dict[str, Tensor] = {}
+    shared: dict[Any, list[str]] = {}
+    for key, tensor in tensors.items():
+        part, size = cast("Any", tensor.detach()), tensor.numel()
+        if is_dtensor := _is_dtensor(tensor):
+            shared.setdefault(part.device_mesh, []).append(key)
+            part = part.to_local()
+        at = size, part.device
+        if at not in indices:
+            indices[at] = positions(size).to(part.device)
+        index, inside = indices[at], None
+        if is_dtensor:
+            index, inside = _own_entries(index, tensor)
+        signs = torch.signbit(part.take(index))
+        if inside is not None:
+            signs = torch.zeros_like(inside).masked_scatter_(inside, signs)
+        found[key] = signs.cpu()
+    for mesh, keys in shared.items():
+        joined = torch.cat([found[key] for key in keys]).to(mesh.device_type, torch.uint8)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(joined, dist.ReduceOp.MAX, mesh.get_group(dim))
+        parts = joined.bool().cpu().split([len(found[key]) for key in keys])
+        found |= dict(zip(keys, parts, strict=True))
+    return found
+
+
+def _own_entries(index: Tensor, tensor: Any) -> tuple[Tensor, Tensor]:
+    """Return which entries of a whole tensor this process has, as positions in its part.
+
+    Args:
+        index: positions in the whole tensor.
+        tensor: a DTensor whose placements are `Shard` or `Replicate`.
+
+    Returns:
+        The positions in the local tensor of those that it has, and which these are.
+    """
+    shape, first = [*tensor.shape], [0] * tensor.dim()
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            cut, mesh = placement.dim, tensor.device_mesh
+            # as torch.chunk cuts
+            step = -(-shape[cut] // mesh.size(dim))
+            start = min(step * mesh.get_local_rank(dim), shape[cut])
+            first[cut] += start
+            shape[cut] = min(step, shape[cut] - start)
+    inside = torch.ones_like(index, dtype=torch.bool)
+    mine = torch.zeros_like(index)
+    for cut, place in enumerate(torch.unravel_index(index, tensor.shape)):
+        inside &= (place >= first[cut]) & (place < first[cut] + shape[cut])
+        mine = mine * shape[cut] + place - first[cut]
+    return mine[inside], inside
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Return whether FSDP 1 wraps a part of a model, where parameters are parts of a flat one."""
+    if not _may_be_sharded():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def is_read_in_parts(tensor: Tensor) -> bool:
+    """Return whether `negative_at` can read a tensor: a whole one, or an evenly cut DTensor."""
+    if not _is_dtensor(tensor):
+        return not _is_partitioned(tensor)
+    placements = cast("Any", tensor).placements
+    return all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
+
+
 def fill(values: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write whole values into tensors that may be sharded.
 

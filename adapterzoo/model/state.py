@@ -6,6 +6,7 @@ Tensors live in the modules of the model, except for the originals of merged wei
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class AdapterRecord:
         places: path of each adapted layer → its adapters.
         reads_calls: whether its layers use facts about calls, or shared modules.
         meta: JSON values from its checkpoint, which are saved again.
+        trained_on: what its checkpoint records of the base model.
         coming: its modules by path, until they are in the model.
         located: location of the first adapter of a layer → paths of such layers.
     """
@@ -59,6 +61,7 @@ class AdapterRecord:
     places: Mapping[str, tuple[Placement, ...]]
     reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
+    trained_on: Mapping[str, Any] = field(default_factory=dict)
     coming: Mapping[str, Adapter] = field(default_factory=dict)
     located: Mapping[str, tuple[str, ...]] = field(init=False)
 
@@ -199,6 +202,9 @@ class AdaptedModel(Protocol):
         """Find what a `PreTrainedModel` has."""
 
 
+_FINGERPRINT = re.compile("[0-9a-f]{8,64}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
     """Arguments of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
@@ -213,14 +219,20 @@ class LoadOptions:
     config: Any = None
     model_name: str | None = None
     loading_info: dict[str, Any] | None = None
+    fingerprint: str | None = None
     loaders: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        """Check the dtype.
+        """Check the dtype and the fingerprint.
 
         Raises:
-            ConfigError: it is not one.
+            ConfigError: the value is not one.
         """
+        if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
+            raise ConfigError(
+                f"fingerprint={self.fingerprint!r} is not 8 to 64 hexadecimal digits. Write the "
+                f"first ones of adapter_fingerprint(…)."
+            )
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise ConfigError(
                 f"dtype={self.dtype!r} is not a dtype{in_python('. Write dtype=torch.float32')}."

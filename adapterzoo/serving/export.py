@@ -16,7 +16,7 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, change_forms
 from adapterzoo.errors import ConfigError, StateError, argument, columns, in_python
 from adapterzoo.formats.checkpoint import Checkpoint, exported, inexpressible
 from adapterzoo.formats.peft import folder_bytes
-from adapterzoo.model import sharding
+from adapterzoo.model import base, sharding
 from adapterzoo.model.checkpointing import StrPath, checkpoint_of, whole
 from adapterzoo.model.conversion import Size, converted
 from adapterzoo.model.conversion.certificate import LayerReport
@@ -110,6 +110,7 @@ def export(
     own = [module for _, module in modules_of(model, name)]
     with sharding.gathering(model, own):
         stored = whole(checkpoint_of(model, name, with_head, meta, FORMAT))
+        stored.metadata |= base.entries(model, name, with_sample=False)
         method = str(stored.metadata["config"]["architecture"])
         shown = exported(stored, info)
         why, layers = unread(shown, info), tuple[LayerReport, ...]()
@@ -117,7 +118,7 @@ def export(
             stored, layers = _as_lora(model, name, stored, size, server.title, why)
             shown = exported(stored, info)
         found = for_server(shown, info, server, dtype, _merging(name))
-    contents = folder_bytes(found.fields, found.tensors, shown.metadata.get("meta"))
+    contents = folder_bytes(found.fields, found.tensors, shown.metadata)
     formats.write(Path(folder), shown, "adapter", FORMAT, info, contents)
     commands = server.commands(
         folder=folder, name=name, base=info.model_name or "BASE", rank=found.rank,

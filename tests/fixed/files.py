@@ -125,7 +125,10 @@ def read(file: Path) -> Any:
 
 def _value(text: str) -> Any:
     # a document is in the JSON file too
-    return {"sha256": json.loads(text)["sha256"]} if text.startswith("{") else text
+    if not text.startswith("{"):
+        return text
+    values = json.loads(text)
+    return {"sha256": values["sha256"]} if "sha256" in values else values
 
 
 def _short(document: dict[str, Any]) -> dict[str, Any]:

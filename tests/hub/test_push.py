@@ -8,6 +8,7 @@ import re
 import pytest
 import yaml
 from driver import ClientError
+from safetensors.torch import save_file
 from server import OWNER, READER, Fault
 from test_faults import START, TESTS
 
@@ -275,7 +276,7 @@ def test_a_text_is_no_list_of_letters(tmp_path, field):
 
 @pytest.mark.parametrize(("content", "wrong"), [(b"{", "not JSON"), (b"[1]", "not an object")])
 def test_no_damaged_config_is_sent(tmp_path, content, wrong):
-    (tmp_path / "adapter.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "adapter.safetensors")
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     (tmp_path / "adapter_fusion_config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"adapter_fusion_config\.json' .*{wrong}"):

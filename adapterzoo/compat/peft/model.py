@@ -348,6 +348,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         _refuse_offload(ephemeral_gpu_offload)
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
+        path, fingerprint = hub.pinned(path)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
         kwargs = {n: value for n, value in kwargs.items() if n not in _PLACING}
         if "torch_dtype" in kwargs:
@@ -357,7 +358,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         with saving.changed(folder, config, key_mapping) as changed:
             mixin.load_adapter(
                 self, changed, adapter_name=adapter_name, is_trainable=is_trainable,
-                **{"overwrite_ok": True, **kwargs},
+                **{"overwrite_ok": True, "fingerprint": fingerprint, **kwargs},
             )  # fmt: skip
         if config is not None:
             keep(own, adapter_name, config)
@@ -1230,6 +1231,7 @@ class AutoPeftModel:
             if tokens > model.get_input_embeddings().weight.shape[0]:
                 model.resize_token_embeddings(tokens)
         given = {"dtype": model.dtype} if {"dtype", "torch_dtype"} & kwargs.keys() else {}
+        given["fingerprint"] = found.fingerprint
         return PeftModel.from_pretrained(model, found.path, adapter_name, is_trainable, **given)
 
     @classmethod

@@ -30,6 +30,8 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig, ConfigUnion, defaults
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
+    DIGEST,
+    REVISION,
     Checkpoint,
     Format,
     Kind,
@@ -447,7 +449,7 @@ def _to_container(
 # --- folders ---
 
 _COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
-_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version"))
+_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version", REVISION, DIGEST))
 
 
 def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -492,6 +494,7 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         "name": metadata.get("name"),
         "model_type": metadata.get("model_type"),
         "model_name": metadata.get("model_name"),
+        **base_of(metadata, "model_name").entries(),
         "config": config.to_dict(),
         "head": head.metadata["head"],
         "meta": meta_in(metadata),
@@ -511,7 +514,7 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) 
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
         fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
-        fields = {**common, "config": fields}
+        fields = {**common, "config": fields, **base_of(metadata, "model_name").entries()}
         contents |= _files(_ADAPTER, fields, tensors, safe, metadata.get("meta"))
     if metadata.get("head") is not None:
         fields, tensors = write_head(info, name, metadata["head"], checkpoint.head)
@@ -554,7 +557,7 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
             _recognizes,
             _read,
             functools.partial(_encode, safe=_safe),
-            base=lambda folder: base_of(read_json(folder / _ADAPTER[0]), "model_name", ""),
+            base=lambda folder: base_of(read_json(folder / _ADAPTER[0]), "model_name"),
             owned=lambda kind: (*_ADAPTER, *_HEAD) if kind == "adapter" else names_of_files(kind),
         )
     )

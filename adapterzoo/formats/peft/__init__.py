@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
+from adapterzoo.formats.checkpoint import DIGEST, Base, Checkpoint, Format, Kind, base_of, formats
 
 from .reading import CONFIG, checked, head_from, read_adapter
 from .writing import encoded as encoded
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
+_BASE_NAME = "base_model_name_or_path"
 FILES = _TENSORS, "adapter_model.bin"
 
 
@@ -35,7 +36,8 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     found = decoded(files.read_json(folder / CONFIG), files.tensors_in(folder, FILES), info)
-    found.metadata["meta"] = meta_in(folder)
+    base = _base(folder)
+    found.metadata |= {"meta": meta_in(folder), "model_name": base.name, **base.entries()}
     return found
 
 
@@ -43,18 +45,39 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, by
     if kind != "adapter":
         what = "heads without an adapter" if kind == "head" else "fusions"
         raise CheckpointError(f"PEFT has no {what}. Write {argument('format', 'native')}.")
-    return folder_bytes(*encoded(checkpoint, info), checkpoint.metadata.get("meta"))
+    return folder_bytes(*encoded(checkpoint, info), checkpoint.metadata)
 
 
 def folder_bytes(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 ) -> dict[str, bytes]:
     """Return the files of PEFT's config and tensors.
 
-    PEFT has no counterpart of `meta_dict`, and ignores the metadata of the file.
+    PEFT has no counterparts of `meta_dict` and of the digest of the base model, and ignores the
+    metadata of the file.
+
+    Args:
+        config: of PEFT.
+        tensors: by PEFT's keys.
+        metadata: of the checkpoint.
     """
-    written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
+    digest = metadata.get(DIGEST)
+    beside = {
+        files.META: metadata.get("meta"),
+        files.BASE: None if digest is None else {DIGEST: digest},
+    }
+    written = files.tensor_bytes(tensors, {key: value for key, value in beside.items() if value})
     return {_TENSORS: written, CONFIG: files.json_bytes(config)}
+
+
+def _base(folder: Path) -> Base:
+    """Return the base model that the config and the tensors' file describe.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    values = files.read_json(folder / CONFIG)
+    return base_of({**values, **_beside(folder, files.BASE)}, _BASE_NAME, "revision")
 
 
 formats.register("peft")(
@@ -62,9 +85,7 @@ formats.register("peft")(
         _recognizes,
         _read,
         _encode,
-        base=lambda folder: base_of(
-            files.read_json(folder / CONFIG), "base_model_name_or_path", "revision"
-        ),
+        base=_base,
         owned=lambda kind: (*FILES, CONFIG) if kind == "adapter" else (),
     )
 )
@@ -97,5 +118,10 @@ def meta_in(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file with the tensors is damaged.
     """
+    return _beside(folder, files.META)
+
+
+def _beside(folder: Path, key: str) -> dict[str, Any]:
+    """Return an object that this library wrote into the metadata of the tensors' file."""
     file = folder / _TENSORS
-    return (files.read_metadata(file, files.META) if file.is_file() else None) or {}
+    return (files.read_metadata(file, key) if file.is_file() else None) or {}

@@ -17,6 +17,7 @@ from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
+    REVISION,
     Checkpoint,
     Place,
     inexpressible,
@@ -84,6 +85,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
     fields = {"peft_type": spelling.peft_type, **spelling.fixed, **own}
     fields |= _task_fields(head, modules, task, info)
+    fields["revision"] = checkpoint.metadata.get(REVISION)
     head_modules = tuple(fields["modules_to_save"] or ())
     tensors |= {
         f"{spelling.prefix}{key}": tensor
@@ -291,7 +293,6 @@ def _task_fields(
         "inference_mode": True,
         "modules_to_save": _whole_modules(head, modules, info) or None,
         "peft_version": PEFT_VERSION,
-        "revision": None,
         "task_type": task_type,
     }
     if task_type is None:

@@ -22,11 +22,19 @@ T = TypeVar("T")
 
 
 class AdapterFolder(NamedTuple):
-    """A folder with an adapter and without a model: its path, its name on the Hub, its base."""
+    """A folder with an adapter and without a model.
+
+    Attributes:
+        path: of the folder.
+        name: on the Hub; None for a local folder.
+        base: its base model.
+        fingerprint: that the adapter must have; None: any.
+    """
 
     path: Path
     name: str | None
     base: formats.Base
+    fingerprint: str | None = None
 
 
 if Version(_installed) < Version("5.24"):
@@ -47,6 +55,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     if not isinstance(path, (str, os.PathLike)) or any(options.get(n) for n in elsewhere):
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
+    path, fingerprint = hub.pinned(path)
     folder = _without_model(path, asked)
     format = None if folder is None else formats.of(folder, "adapter")
     if folder is None or format is None:
@@ -63,7 +72,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
             f"{in_python('load_adapter(…) of its base model', '--model with its base model')}."
         )
     name = None if folder == Path(path) else os.fspath(path)
-    return AdapterFolder(folder, name, base)
+    return AdapterFolder(folder, name, base, fingerprint)
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:
@@ -120,5 +129,7 @@ def load(found: AdapterFolder, load_base: Callable[..., Any], options: Mapping[s
     load_as = None if found.name is None else Path(found.name).name
     asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
     dtype = model.dtype if asked else None
-    model.load_adapter(found.path, load_as=load_as, set_active=True, dtype=dtype)
+    model.load_adapter(
+        found.path, load_as=load_as, set_active=True, dtype=dtype, fingerprint=found.fingerprint
+    )
     return loaded

@@ -1,0 +1,285 @@
+r"""The base model of an adapter: what a file records of it, and a warning where it is another one.
+
+A file has up to four entries: the name of the base model, the commit on the Hub, a digest of the
+weights, and, in the native format, a sample of them (`formats.fit`).
+
+The digest is made of signs. A cast to float32, bfloat16 or float16 rounds every weight and keeps
+its sign, so that all copies of a base have one digest, on any device and however it is sharded:
+
+    v1-⟨the first 32 hexadecimal digits of SHA-256 over the parameters of all blocks in the order
+    of their paths: "path shape\n", then the sign bits of up to 1,024 values, as bytes 0 and 1⟩
+
+The values are 16 runs of 64 neighbors in memory order, spread evenly; of a smaller parameter, all.
+A model without blocks has the parameters of all its modules but tables of embeddings. What lies
+outside of blocks does not count: poolers, heads and other layers that a checkpoint may lack, which
+are drawn at random, and tables of tokens, which are resized.
+
+A relative change ε of all weights turns over a share of about ε / π of the signs. BERT base has
+169,000 of them: a change of 1 in 10,000 shows, as does a LoRA that was merged into some layers.
+Changes outside of blocks, and of a few weights, do not show. The digest is not a signature.
+
+There is none where the original weights are not at hand: of a quantized model, on the meta device,
+after saving merged weights, under ZeRO stage 3, FSDP 1 or a `tp_plan`, and in a model wrapped by
+PEFT. Nothing is cached: reading the values takes milliseconds, and weights can be written without
+a trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo import hub
+from adapterzoo.errors import BaseModelWarning, in_python
+from adapterzoo.formats import Base, fit
+from adapterzoo.formats.checkpoint import base_of
+from adapterzoo.inject.building import at_hand, is_offloaded, offloaded_value, plain_modules
+from adapterzoo.inject.layers import is_quantized
+
+from . import merging, sharding
+from .hf.info import name_of
+from .state import DEFAULT_EMBEDDINGS, AdaptedModel, config_of, token_table
+
+SAMPLE = "base"
+"""The key of the sample of weights in metadata of the native format."""
+
+_VERSION = "v1-"
+_DIGITS = 32
+_RUNS, _RUN = 16, 64
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class _Weights(NamedTuple):
+    """The weights of a base model, without what adapters have changed.
+
+    Attributes:
+        there: in this process, whole or sharded, by key.
+        offloaded: by accelerate: key → module and parameter.
+        is_quantized: whether some are quantized.
+        is_whole: whether there are no others, quantized or on the meta device.
+    """
+
+    there: dict[str, Tensor]
+    offloaded: dict[str, tuple[nn.Module, str]]
+    is_quantized: bool
+    is_whole: bool
+
+
+# --- what a file records ---
+
+
+def entries(model: AdaptedModel, name: str, with_sample: bool) -> dict[str, Any]:
+    """Return what the file of an adapter says about the base model besides its name.
+
+    A collective call if the weights are sharded. A model without any weights, such as one that only
+    converts a file, leaves what the adapter's own file said.
+
+    Args:
+        model: resharded.
+        name: of the adapter.
+        with_sample: whether the format has the sample.
+    """
+    weights = _weights_of(model)
+    trained_on = model._adapter_state.find(name).trained_on
+    if not weights.there and not weights.offloaded and trained_on:
+        return {k: v for k, v in trained_on.items() if k != SAMPLE or with_sample}
+    found: dict[str, Any] = {}
+    sample = fit.base_sample(_sampled(model, weights, fit.sampled_keys)) if with_sample else {}
+    if sample:
+        found[SAMPLE] = sample
+    return found | Base(None, revision_of(model), _digest(model, weights)).entries()
+
+
+def entries_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the metadata of a file say about the base model besides its name."""
+    sample = {SAMPLE: metadata[SAMPLE]} if SAMPLE in metadata else {}
+    return sample | base_of(metadata, "model_name").entries()
+
+
+def revision_of(model: Any) -> str | None:
+    """Return the commit on the Hub that a model was loaded from; None if it is not known."""
+    # transformers 5.24 and later do not record it
+    found = getattr(config_of(model), "_commit_hash", None)
+    name = name_of(model)
+    return found if found or name is None else hub.only_commit(name)
+
+
+def digest_of(model: AdaptedModel) -> str | None:
+    """Return the digest of the base model; None where its weights are not at hand.
+
+    A collective call if the weights are sharded.
+
+    Args:
+        model: resharded, with adapters.
+    """
+    return _digest(model, _weights_of(model))
+
+
+def _digest(model: AdaptedModel, weights: _Weights) -> str | None:
+    blocks = [f"{block.path}." for block in model.anatomy.blocks]
+    tables = {path for path, m in plain_modules(model._backbone) if isinstance(m, nn.Embedding)}
+    keys = sorted(
+        key
+        for key in (*weights.there, *weights.offloaded)
+        if (key.startswith(tuple(blocks)) if blocks else key.rpartition(".")[0] not in tables)
+    )
+    is_changed = "peft_config" in vars(model) and sharding.peft_layer(cast("nn.Module", model))
+    whole = (
+        keys
+        and weights.is_whole
+        and not is_changed
+        and sharding.split_over(model) is None
+        and not sharding.is_flattened(cast("nn.Module", model))
+    )
+    if not whole:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for key in keys:
+        offloaded = weights.offloaded.get(key)
+        tensors[key] = offloaded_value(*offloaded) if offloaded else weights.there[key]
+    if not all(t.dtype in _DTYPES and sharding.is_read_in_parts(t) for t in tensors.values()):
+        return None
+    hashed = hashlib.sha256()
+    for key, signs in sharding.negative_at(tensors, _positions).items():
+        hashed.update(f"{key} {[*tensors[key].shape]}\n".encode())
+        hashed.update(signs.numpy().tobytes())
+    return f"{_VERSION}{hashed.hexdigest()[:_DIGITS]}"
+
+
+def _positions(size: int) -> Tensor:
+    """Return the positions of the values that the digest looks at, `[values]`."""
+    if size <= _RUNS * _RUN:
+        return torch.arange(size, device="cpu")
+    middles = torch.tensor(
+        [(2 * run + 1) * size // (2 * _RUNS) for run in range(_RUNS)], device="cpu"
+    )
+    run = torch.arange(_RUN, device="cpu") - _RUN // 2
+    return (middles[:, None] + run).flatten()  # [runs, run] → [values]
+
+
+# --- the weights ---
+
+
+def _weights_of(model: AdaptedModel) -> _Weights:
+    """Return the weights of the base model; merging changes none of them."""
+    there: dict[str, Tensor] = {}
+    offloaded: dict[str, tuple[nn.Module, str]] = {}
+    originals = model._adapter_state.originals
+    packed = getattr(config_of(model), "quantization_config", None) is not None
+    is_whole = not packed
+    if merging.lost_originals(model):
+        return _Weights({}, {}, packed, False)
+    for path, module in plain_modules(model._backbone):
+        if is_quantized(module):
+            packed, is_whole = True, False
+            continue
+        for name, tensor in {**module._parameters, **originals.get(path, {})}.items():
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
+            if not plain or (tensor.is_meta and not is_offloaded(module)):
+                is_whole = False
+            elif tensor.is_meta:
+                offloaded[f"{path}.{name}"] = module, name
+            elif sharding.size_of(tensor):
+                there[f"{path}.{name}"] = tensor
+    return _Weights(there, offloaded, packed, is_whole)
+
+
+def _sampled(
+    model: AdaptedModel, weights: _Weights, choose: Callable[[Mapping[str, int]], Iterable[str]]
+) -> dict[str, Tensor]:
+    """Return some weights of the base model by key, whole; a collective call if any is sharded.
+
+    For a quantized model, vectors are left out, since some quantization methods scale them; so is
+    a table that takes the place of the model's own.
+
+    Args:
+        model: resharded, with adapters.
+        weights: of the base model.
+        choose: a function that chooses the keys, given the number of dimensions of each weight.
+    """
+    found = dict(weights.there)
+    found |= {k: cast("Tensor", m._parameters[n]) for k, (m, n) in weights.offloaded.items()}
+    if model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
+        table = token_table(model)
+        found = {k: t for k, t in found.items() if table is None or t is not table.weight}
+    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
+    keys = [*choose({k: dim for k, dim in dims.items() if dim > 1 or not weights.is_quantized})]
+    for key in weights.offloaded.keys() & set(keys):
+        module, name = weights.offloaded[key]
+        with at_hand(module):
+            found[key] = cast("Tensor", module._parameters[name])
+    return sharding.gathered({key: found[key] for key in keys})
+
+
+# --- what a model is compared with ---
+
+
+def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str) -> None:
+    """Warn if an adapter was trained on another base model than the one it is loaded into.
+
+    Where both have a digest, or one a sample of the other's weights, these decide. Otherwise, for
+    two commits of one repository, it is not known that the weights are equal.
+
+    Args:
+        model: with adapters.
+        metadata: of the adapter's file, of any format.
+        name: of the adapter.
+    """
+    theirs = base_of(metadata, "model_name")
+    sample = metadata.get(SAMPLE)
+    if theirs.digest is None and theirs.revision is None and not isinstance(sample, Mapping):
+        return
+    weights = _weights_of(model)
+    if not weights.there and not weights.offloaded:
+        return
+    is_known = theirs.digest is not None and theirs.digest.startswith(_VERSION)
+    mine = Base(name_of(model), revision_of(model), _digest(model, weights) if is_known else None)
+    is_other = None not in (mine.digest, theirs.digest) and mine.digest != theirs.digest
+    if not is_other and isinstance(sample, Mapping):
+        own = _sampled(model, weights, lambda dims: [key for key in dims if key in sample])
+        is_other = fit.is_other_base(sample, own)
+    if is_other:
+        what = "was trained on other weights than those of this model"
+    elif mine.digest is None and mine.name == theirs.name and _differ(mine.revision, theirs):
+        what = "was trained on another commit of the base model, and weights cannot be compared"
+    else:
+        return
+    warnings.warn(
+        f"the adapter {name!r} {what}:\n  trained on {_described(theirs)}\n  this model is "
+        f"{_described(mine)}\n{_hint(theirs)}",
+        BaseModelWarning,
+        stacklevel=2,
+    )
+
+
+def _differ(mine: str | None, theirs: Base) -> bool:
+    """Return whether two commits are known and differ; branches and tags say nothing."""
+    commits = [each for each in (mine, theirs.revision) if each and _COMMIT.fullmatch(each)]
+    return len({*commits}) == 2
+
+
+def _described(base: Base) -> str:
+    name = "a model without a name" if base.name is None else repr(base.name)
+    parts = [name]
+    parts += [] if base.revision is None else [f"at revision {base.revision!r}"]
+    parts += [] if base.digest is None else [f"with digest {base.digest}"]
+    return " ".join(parts)
+
+
+def _hint(theirs: Base) -> str:
+    at = "" if theirs.revision is None else f", revision={theirs.revision!r}"
+    load = f"from_pretrained({theirs.name!r}{at})" if theirs.name else "load_adapter(…) of that one"
+    silence = "warnings.simplefilter('ignore', adapterzoo.BaseModelWarning)"
+    return in_python(
+        f"Write {load}, or {silence} if this model is meant.",
+        "Write --model with the base model that it was trained on.",
+    )
