@@ -690,6 +690,10 @@ def merge_command(
 @click.option("--dtype", default="auto", help="Of the base model, such as bfloat16.")
 @click.option("--temperature", type=click.FloatRange(min=0),
               help="Of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
+@click.option("--slots", type=click.IntRange(min=1),
+              help="Adapters of one kind that act at a time.  [default: all, up to 8]")  # fmt: skip
+@click.option("--max-bytes", type=click.IntRange(min=1),
+              help="Bytes of all adapters that are kept.  [default: any number]")  # fmt: skip
 @click.option("--num-blocks", type=click.IntRange(min=1),
               help="Blocks of the cache.  [default: as the memory allows]")  # fmt: skip
 @click.option("--page-size", type=click.IntRange(min=1), help="Tokens of a block.")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from adapterzoo import formats
+from adapterzoo import formats, hub
 from adapterzoo.composition.rows import SlotRows
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import (
@@ -37,10 +37,10 @@ from adapterzoo.errors import (
 )
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import fingerprint
-from adapterzoo.model import checkpointing
+from adapterzoo.model import base, checkpointing
 from adapterzoo.model import slots as _slots
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.state import AdaptedModel, named_tensors
+from adapterzoo.model.state import AdaptedModel, LoadOptions, named_tensors
 from adapterzoo.names import BASE, check_name
 
 StrPath: TypeAlias = "str | Path"
@@ -58,6 +58,40 @@ class Lease(NamedTuple):
     name: str
     shelf: int
     slot: int
+
+
+class Found(NamedTuple):
+    """The files of an adapter.
+
+    Attributes:
+        folder: that holds them.
+        name: under which they were saved, unless a user gives another one.
+        expected: the first digits of their fingerprint; None: any.
+        stored: what they hold.
+    """
+
+    folder: Path
+    name: str
+    expected: str | None
+    stored: Checkpoint
+
+
+def find(model: AdaptedModel, reference: StrPath) -> Found:
+    """Return the files of an adapter.
+
+    Args:
+        model: that it is for.
+        reference: a folder or a name on the Hub; `@` and a fingerprint may follow.
+
+    Raises:
+        CheckpointError: they are damaged, or have another fingerprint.
+    """
+    path, expected = hub.pinned(reference)
+    folder, hub_name = checkpointing.found(model, path, None, None, None, LoadOptions(), {})
+    stored = formats.read(folder, "adapter", ModelInfo(model, False))
+    checkpointing.check_fingerprint(model, stored, expected)
+    name = checkpointing.name_in(None, stored, hub_name or folder)
+    return Found(folder, name, expected, stored)
 
 
 @dataclass(eq=False)
@@ -137,7 +171,8 @@ class AdapterPool:
 
         Args:
             model: on its device, from `init` or an `AutoAdapterModel`; inference only.
-            adapters: folders by name, or folders that are named as their adapters are.
+            adapters: folders or names on the Hub, by the name for requests or by their own; `@` and
+                a fingerprint may follow each.
             configs: of the largest adapters that `add` brings later; those of `adapters` have room
                 in any case.
             slots: number of adapters of one kind, that is of one method with the same options, that
@@ -158,13 +193,13 @@ class AdapterPool:
         self._dtype = dtype
         folders = self._named(adapters)
         wide = [AdapterConfig.load(config) for config in configs]
-        own = {name: self._config(name, folder) for name, folder in folders.items()}
+        own = {name: self._config(name, found) for name, found in folders.items()}
         if not own and not wide:
             raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
         self._make(own, wide, slots)
         self._members = {
-            name: Member(folder, self._shelf_of(name, own[name]))
-            for name, folder in folders.items()
+            name: Member(found.folder, self._shelf_of(name, own[name]))
+            for name, found in folders.items()
         }
         largest = max(shelf.nbytes // slots for shelf in self._shelves)
         least = sum(shelf.nbytes for shelf in self._shelves) + largest
@@ -197,35 +232,36 @@ class AdapterPool:
         _slots.refuse_merged(self.model)
         self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], count)
 
-    def _named(self, adapters: Mapping[str, StrPath] | Iterable[StrPath]) -> dict[str, Path]:
-        """Return folders by name."""
+    def _named(self, adapters: Mapping[str, StrPath] | Iterable[StrPath]) -> dict[str, Found]:
+        """Return the files of adapters by name.
+
+        Raises:
+            ConfigError: two have one name.
+        """
         if isinstance(adapters, (str, Path)):
             raise ConfigError(f"adapters={adapters!r} is one folder. Write [{str(adapters)!r}].")
         if isinstance(adapters, Mapping):
-            return {check_name(name): Path(folder) for name, folder in adapters.items()}
-        found: dict[str, Path] = {}
-        for folder in map(Path, adapters):
-            name = checkpointing.name_in(None, self._read(folder), folder)
-            if name in found:
+            return {check_name(name): find(self.model, each) for name, each in adapters.items()}
+        named: dict[str, Found] = {}
+        for found in (find(self.model, each) for each in adapters):
+            if found.name in named:
                 raise ConfigError(
-                    f"{str(found[name])!r} and {str(folder)!r} both hold {name!r}. Write "
-                    "adapters={'name': folder, …}."
+                    f"{str(named[found.name].folder)!r} and {str(found.folder)!r} both hold "
+                    f"{found.name!r}. Write adapters={{'name': folder, …}}."
                 )
-            found[name] = folder
-        return found
+            named[found.name] = found
+        return named
 
-    def _read(self, folder: Path) -> Checkpoint:
-        return formats.read(folder, "adapter", ModelInfo(self.model, False))
-
-    def _config(self, name: str, folder: Path) -> AdapterConfig:
-        """Return the config of an adapter.
+    def _config(self, name: str, found: Found) -> AdapterConfig:
+        """Return the config of an adapter; warn if it was trained on another base model.
 
         Raises:
             CheckpointError: it does not fit the model.
             ConfigError: it cannot act in a slot.
         """
-        record = checkpointing.compared(self.model, self._read(folder), dtype=self._dtype).record
+        record = checkpointing.compared(self.model, found.stored, dtype=self._dtype).record
         _slots.check_batched(repr(name), record)
+        base.warn_of_another(self.model, found.stored.metadata, name)
         return record.config
 
     def _shelf_of(self, name: str, config: AdapterConfig) -> int:
@@ -281,7 +317,8 @@ class AdapterPool:
 
         Args:
             name: for `use` and requests.
-            folder: with its files, which have to stay.
+            folder: with its files, which have to stay; or a name on the Hub. `@` and a fingerprint
+                may follow.
             pinned: whether it keeps a slot from now on.
             overwrite_ok: whether it may replace one of this name.
 
@@ -295,9 +332,8 @@ class AdapterPool:
             raise DuplicateNameError(
                 f"the pool has an adapter {name!r}. Write overwrite_ok=True, or another name."
             )
-        path = Path(folder)
-        shelf = self._shelf_of(name, self._config(name, path))
-        member = Member(path, shelf)
+        found = find(self.model, folder)
+        member = Member(found.folder, self._shelf_of(name, self._config(name, found)))
         # all that may fail
         print_, stored, size = self._load(name, member)
         with self._changed:
@@ -390,7 +426,8 @@ class AdapterPool:
             ConfigError: it fits into no slot.
         """
         with _ONE_AT_A_TIME:
-            record = checkpointing.filled(self.model, self._read(member.folder), (), self._dtype)
+            found = formats.read(member.folder, "adapter", ModelInfo(self.model, False))
+            record = checkpointing.filled(self.model, found, (), self._dtype)
             _slots.check_batched(repr(name), record)
             print_ = fingerprint(record.config.to_dict(), named_tensors(record.coming))
             values = _slots.values_of(self.model, record)
@@ -647,6 +684,20 @@ class AdapterPool:
             self.disclaim(name)
             raise
         return member.fingerprint.encode()
+
+    def prefetch(self, name: str) -> None:
+        """Read an adapter now, unless it is in a slot or has been read, so that none waits for it.
+
+        Raises:
+            CheckpointError: its files are damaged.
+            StateError: they have changed, or the adapter is being removed.
+            UnknownNameError: there is none.
+        """
+        with self._changed:
+            member = self._member(name)
+            if name in self._places[member.shelf].names:
+                return
+        self._stored(name, member)
 
     def disclaim(self, name: str) -> None:
         """Undo `claim`."""

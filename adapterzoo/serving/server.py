@@ -24,15 +24,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from adapterzoo.errors import AdapterZooError, ConfigError, StateError, UnknownNameError
+from adapterzoo.errors import (
+    AdapterZooError,
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    UnknownNameError,
+)
 from adapterzoo.model.hf import batching
+
+from .pool import AdapterPool, find
 
 Message: TypeAlias = "dict[str, Any]"
 Receive: TypeAlias = "Callable[[], Awaitable[Message]]"
 Send: TypeAlias = "Callable[[Message], Awaitable[None]]"
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROUTES = {"/v1/models": "GET", "/health": "GET", COMPLETIONS: "POST", CHAT: "POST"}
+METRICS = "/metrics"
+ROUTES = {
+    "/v1/models": "GET", "/health": "GET", METRICS: "GET", COMPLETIONS: "POST", CHAT: "POST",
+}  # fmt: skip
 """The paths that are served → their method. Other routes of transformers unload the model, or load
 the one that a request names."""
 
@@ -92,17 +104,20 @@ class Served:
         model: with the adapters.
         tokenizer: of the base model.
         settings: how tokens are sampled, for all requests.
+        pool: of the adapters; None: all are in the model.
     """
 
     name: str
     model: Any
     tokenizer: Any
     settings: Any
+    pool: AdapterPool | None = None
 
     @property
     def names(self) -> list[str]:
         """What a request may write as its model."""
-        return [self.name, *(f"{self.name}:{each}" for each in self.model.adapters_config)]
+        adapters = self.model.adapters_config if self.pool is None else self.pool
+        return [self.name, *(f"{self.name}:{each}" for each in adapters)]
 
     @property
     def most_bytes(self) -> int:
@@ -241,10 +256,14 @@ class Gate:
             if method != ROUTES[path]:
                 reason = f"{path} has no method {_shown(method)}. Write {ROUTES[path]}."
                 raise RefusedRequest(405, reason, allow=ROUTES[path])
+            if path == METRICS:
+                await _send(send, 200, self._metrics().encode(), b"text/plain; version=0.0.4")
+                return
             if method == "POST":
                 _check_headers(scope["headers"])
                 fields: Any = _document(await _body(receive, self.served.most_bytes))
                 asked = self.served.checked(path, fields)
+                await self._prefetch(asked.adapter)
                 _asked.set(asked)
                 body = json.dumps(_read_by_handlers(path, fields, asked)).encode()
                 receive = _again(body, receive)
@@ -255,6 +274,29 @@ class Gate:
             return
         headers = [*(each for each in scope["headers"] if each[0] not in replaced), *own]
         await self.app({**scope, "headers": headers}, receive, send)
+
+    def _metrics(self) -> str:
+        """Return the metrics of the pool.
+
+        Raises:
+            RefusedRequest: there is no pool.
+        """
+        if self.served.pool is None:
+            raise RefusedRequest(404, "there are no metrics: the model holds all adapters.")
+        return self.served.pool.prometheus()
+
+    async def _prefetch(self, adapter: str | None) -> None:
+        """Read the files of an adapter while other requests go on.
+
+        Raises:
+            RefusedRequest: they cannot be read.
+        """
+        if self.served.pool is None or adapter is None:
+            return
+        try:
+            await asyncio.to_thread(self.served.pool.prefetch, adapter)
+        except AdapterZooError as error:
+            raise RefusedRequest(_status(error), str(error)) from None
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -341,11 +383,18 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 async def _answer(send: Send, error: RefusedRequest) -> None:
     """Answer a request with an error, in the form of OpenAI."""
-    headers = [(b"content-type", b"application/json")]
-    if error.allow is not None:
-        headers.append((b"allow", error.allow.encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(_error(str(error))).encode()})
+    more = [] if error.allow is None else [(b"allow", error.allow.encode())]
+    body = json.dumps(_error(str(error))).encode()
+    await _send(send, error.status, body, b"application/json", more)
+
+
+async def _send(
+    send: Send, status: int, body: bytes, kind: bytes, more: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Send an answer with a body of a type."""
+    headers = [(b"content-type", kind), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _error(reason: str) -> dict[str, Any]:
@@ -356,15 +405,18 @@ def _status(error: AdapterZooError) -> int:
     """Return the status of what is wrong with a request that the gate has let through."""
     if isinstance(error, UnknownNameError):
         return 404
-    # such as an adapter that is being replaced
-    return 503 if isinstance(error, StateError) else 400
+    # such as an adapter that is being replaced, or has lost its files
+    return 503 if isinstance(error, (CheckpointError, StateError)) else 400
 
 
 def load(
-    base: str, adapters: Iterable[str], *, name: str | None = None, device: str | None = None,
-    dtype: str = "auto", temperature: float | None = None,
+    base: str, adapters: Sequence[str], *, name: str | None = None, device: str | None = None,
+    dtype: str = "auto", temperature: float | None = None, slots: int | None = None,
+    max_bytes: int | None = None,
 ) -> Served:  # fmt: skip
-    """Load a base model and its adapters.
+    """Load a base model, and make a pool of its adapters.
+
+    If an adapter cannot act in a pool, the model holds all of them.
 
     Args:
         base: folder or name on the Hub.
@@ -373,9 +425,12 @@ def load(
         device: None: a GPU if there is one.
         dtype: of the base model; "auto": that of its file.
         temperature: of all requests; 0 for the likeliest tokens; None: that of the base model.
+        slots: of the pool, for adapters of one kind; None: one for each adapter, up to eight.
+        max_bytes: see `AdapterPool`.
 
     Raises:
-        ConfigError: a temperature is not legal.
+        ConfigError: a temperature is not legal; or an adapter cannot act in a pool, for which
+            slots or bytes are given.
         StateError: an adapter cannot share steps with others; or this transformers has not been
             tested.
     """
@@ -388,6 +443,45 @@ def load(
     on = device or ("cuda" if torch.cuda.is_available() else "cpu")
     plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, trust_remote_code=False)
     model: Any = init(plain.to(on).eval())
+    pool = None
+    if adapters:
+        try:
+            pool = _pool(model, adapters, slots or min(len(adapters), 8), max_bytes)
+        except ConfigError:
+            if slots is not None or max_bytes is not None:
+                raise
+            _load_all(model, adapters)
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    settings = model.generation_config
+    if temperature is not None:
+        if not math.isfinite(temperature) or temperature < 0:
+            raise ConfigError(f"--temperature {temperature} is not legal. Write 0 or more.")
+        settings.do_sample = temperature > 0
+        settings.temperature = temperature or None
+    shown = Path(base).name if Path(base).is_dir() else base
+    return Served(name or shown, model, tokenizer, settings, pool)
+
+
+def _pool(model: Any, adapters: Sequence[str], slots: int, max_bytes: int | None) -> AdapterPool:
+    """Return a pool of adapters, each a folder, a name on the Hub, or `NAME=` and one of them."""
+    named: dict[str, str] = {}
+    for each in adapters:
+        own, is_named, reference = each.partition("=")
+        key = own if is_named else find(model, each).name
+        if key in named:
+            raise DuplicateNameError(
+                f"--adapters {each}: {named[key]!r} has the name {key!r} too. Write NAME={each}."
+            )
+        named[key] = reference if is_named else each
+    return AdapterPool(model, named, slots=slots, max_bytes=max_bytes)
+
+
+def _load_all(model: Any, adapters: Sequence[str]) -> None:
+    """Load adapters into a model.
+
+    Raises:
+        StateError: one cannot share steps with others.
+    """
     for each in adapters:
         own, is_named, folder = each.partition("=")
         options = {"load_as": own} if is_named else {}
@@ -398,15 +492,6 @@ def load(
                 f"--adapters {each}: {variant.alone}, so that requests of others cannot run beside "
                 "it. Serve it without others, merged: adapterzoo merge."
             )
-    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    settings = model.generation_config
-    if temperature is not None:
-        if not math.isfinite(temperature) or temperature < 0:
-            raise ConfigError(f"--temperature {temperature} is not legal. Write 0 or more.")
-        settings.do_sample = temperature > 0
-        settings.temperature = temperature or None
-    shown = Path(base).name if Path(base).is_dir() else base
-    return Served(name or shown, model, tokenizer, settings)
 
 
 def application(served: Served, **options: Any) -> tuple[Any, Any]:
