@@ -30,7 +30,8 @@ MARKS = [
 ]
 
 POSITIONS = 128
-ADAPTERS = {"a": "lora[r=4]", "b": "seq_bn", "c": "dora[r=4]"}
+# two of one kind
+ADAPTERS = {"a": "lora[r=4]", "b": "seq_bn", "c": "dora[r=4]", "d": "lora[r=8,alpha=4]"}
 
 
 def words(*numbers):
@@ -126,7 +127,7 @@ def written(folder):
         model.set_active_adapters(name)
         out = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
         wants["tiny" if name is None else f"tiny:{name}"] = words(*ids), [t for t in out if t > 2]
-    assert len({tuple(tokens) for _, tokens in wants.values()}) == 4
+    assert len({tuple(tokens) for _, tokens in wants.values()}) == 1 + len(ADAPTERS)
     return folder, args, wants
 
 

@@ -387,8 +387,8 @@ class AdapterPool:
             kept = sum(m.pinned for m in self._members.values() if m.shelf == member.shelf)
             if kept + 1 >= len(self._places[member.shelf].names):
                 raise ConfigError(
-                    f"pin({name!r}): {kept} of {kept + 1} slots are pinned, and others need one. "
-                    "Write a larger slots=…"
+                    f"{name!r} would take the last slot of its kind that is not pinned. Write "
+                    f"AdapterPool(…, slots={kept + 2})."
                 )
             member.pinned = True
         try:
@@ -415,7 +415,7 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool keeps: the slots, and what has been read."""
+        """How many bytes the pool keeps, in slots and of what has been read."""
         return sum(shelf.nbytes for shelf in self._shelves) + self._cached_bytes
 
     def _load(self, name: str, member: Member) -> tuple[str, _slots.Stored, int]:

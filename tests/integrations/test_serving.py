@@ -16,6 +16,7 @@ import torch
 from families import tiny_config
 from fuzzed_server import KINDS, fuzz
 from served import (
+    ADAPTERS,
     MARKS,
     POSITIONS,
     Server,
@@ -27,6 +28,7 @@ from served import (
     words,
     written,
 )
+from snapshots import stir
 from transformers import AutoModelForCausalLM
 
 from adapterzoo import init
@@ -38,7 +40,7 @@ pytestmark = MARKS
 def served(tmp_path_factory):
     """A server, and what each prompt gives with each adapter."""
     folder, args, wants = written(tmp_path_factory.mktemp("served"))
-    server = Server(folder, *args)
+    server = Server(folder, *args, "--slots", "1")
     yield server, wants
     server.stop()
 
@@ -202,3 +204,44 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path):
         assert ran.returncode == 1
         assert says in ran.stderr
         assert "Traceback" not in ran.stderr
+
+
+def test_metrics_of_the_pool(served):
+    server, wants = served
+    for name in ("tiny:a", "tiny:d", "tiny:a"):
+        prompt, tokens = wants[name]
+        assert completed(server.complete(name, prompt)) == tokens
+    status, text = server.get("/metrics")
+    assert status == 200
+    values = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["adapterzoo_pool_adapters"]) == len(ADAPTERS)
+    assert float(values["adapterzoo_pool_evicted_total"]) >= 2
+    assert float(values["adapterzoo_pool_slots_in_use"]) == 0
+    assert server.ask("POST", "/metrics", {})[0] == 405
+
+
+def test_the_model_holds_adapters_that_cannot_act_in_slots(served, tmp_path):
+    _, wants = served
+    folder, own, _ = written(tmp_path / "other")
+    model = init(AutoModelForCausalLM.from_pretrained(folder).eval())
+    model.add_adapter("k", "loha")
+    stir(model, "k", seed=7, std=1.0)
+    model.save_adapter(tmp_path / "k", "k")
+    model.set_active_adapters("k")
+    ids = list(range(20, 27))
+    want = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
+    adapters = ["--adapters", str(tmp_path / "k"), *own[:2]]
+    other = Server(folder, *adapters)
+    try:
+        found = completed(other.complete("tiny:k", words(*ids)))
+        # the others are no words
+        assert found == [token for token in want if 2 < token < 90]
+        prompt, tokens = wants["tiny:a"]
+        assert completed(other.complete("tiny:a", prompt)) == tokens
+        assert other.get("/metrics")[0] == 404
+    finally:
+        other.stop()
+    command = [sys.executable, "-m", "adapterzoo", "serve", str(folder), *adapters, "--slots", "2"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert refused.returncode != 0
+    assert "cannot act in a slot" in refused.stderr
