@@ -18,6 +18,7 @@ from families import tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from snapshots import stir
+from stand_ins import add_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertModel
 
 from adapterzoo import AutoAdapterModel, BaseModelWarning, Stack, hub, init
@@ -26,6 +27,7 @@ from adapterzoo.config import config_strings
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.hub.upload import CardText, adapter_card
+from adapterzoo.serving import server
 
 DIGEST, REVISION = "base_digest", "base_revision"
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
@@ -481,6 +483,22 @@ def test_from_pretrained_and_the_words_of_peft_take_the_name(tmp_path):
     assert ours.adapter_fingerprint("default") == mark
     with pytest.raises(CheckpointError, match="has the fingerprint"):
         AutoPeftModelForFeatureExtraction.from_pretrained(f"{folder}@{'0' * 8}")
+
+
+def test_a_server_takes_the_name(tmp_path):
+    base = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    base.save_pretrained(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    model = init(base)
+    model.add_adapter("a", "lora[r=2]")
+    model.save_adapter(tmp_path / "a", "a")
+    mark = model.adapter_fingerprint("a")
+    names = [f"{tmp_path / 'a'}@{mark[:8]}", f"b={tmp_path / 'a'}@{mark}"]
+    served = server.load(str(tmp_path / "base"), names)
+    assert list(served.model.adapters_config) == ["a", "b"]
+    for wrong in (f"{tmp_path / 'a'}@{'0' * 8}", f"b={tmp_path / 'a'}@{'0' * 8}"):
+        with pytest.raises(CheckpointError, match=f"has the fingerprint {mark}"):
+            server.load(str(tmp_path / "base"), [wrong])
 
 
 def test_the_command_line_takes_and_prints_the_name(tmp_path):

@@ -274,6 +274,39 @@ def test_a_text_is_no_list_of_letters(tmp_path, field):
         package.push(tmp_path, "ann/a", text=package.CardText(**{field: "glue"}))
 
 
+@pytest.mark.parametrize("format", ["native", "adapterhub", "peft"])
+def test_a_commit_belongs_to_the_name_of_the_base(hub, model, format):
+    commit = "c" * 40
+    model.run("source.config._commit_hash = commit", commit=commit)
+    key = "revision" if format == "peft" else "base_revision"
+
+    def config():
+        return json.loads(hub.repos["ann/a"].files()["adapter_config.json"])
+
+    push(model, format=format, with_head=False, overwrite_adapter_card=True)
+    assert config()[key] == commit
+    assert f"revision `{commit}`, digest `v1-" in card_of(hub)[1]
+    push(model, format=format, with_head=False, overwrite_adapter_card=True, base_model="ann/other")
+    assert config().get(key) is None
+    assert commit not in card_of(hub)[1]
+    assert "trained on: digest `v1-" in card_of(hub)[1]
+
+
+def test_a_name_with_a_fingerprint_loads_only_that_adapter(model):
+    push(model)
+    load = """
+try:
+    model.load_adapter(f"ann/a@{mark or source.adapter_fingerprint('a')[:16]}", load_as="pinned")
+    answer = model.adapter_fingerprint("pinned") == source.adapter_fingerprint("a")
+except ValueError as error:
+    answer = [str(error), list(model.adapters_config)]
+"""
+    said, there = model.run(load, mark="0" * 8)
+    assert "has the fingerprint" in said
+    assert there == []
+    assert model.run(load, mark=None) is True
+
+
 @pytest.mark.parametrize(("content", "wrong"), [(b"{", "not JSON"), (b"[1]", "not an object")])
 def test_no_damaged_config_is_sent(tmp_path, content, wrong):
     save_file({}, tmp_path / "adapter.safetensors")
