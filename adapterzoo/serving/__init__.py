@@ -1,4 +1,4 @@
-"""Serving: adapters for other servers, with a proof; and transformers' server with adapters."""
+"""Serving: exports to other servers, with a proof, and transformers' own server with adapters."""
 
 from __future__ import annotations
 
