@@ -1,4 +1,4 @@
-"""Serving: adapters for other servers, with a proof; pools of adapters; transformers' server."""
+"""Serving: exports with a proof, pools of adapters, and transformers' own server with them."""
 
 from __future__ import annotations
 

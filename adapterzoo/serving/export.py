@@ -104,7 +104,9 @@ def export(
     server = servers[serve]
     size.check()
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype} holds no fractions. Write dtype=torch.bfloat16.")
+        raise ConfigError(
+            f"dtype={dtype} is not a floating-point dtype. Write dtype=torch.bfloat16."
+        )
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     info = ModelInfo(model)
     own = [module for _, module in modules_of(model, name)]
@@ -132,7 +134,7 @@ def _as_lora(
 ) -> tuple[Checkpoint, tuple[LayerReport, ...]]:
     """Return a checkpoint with the adapter as a LoRA, and the error of each weight."""
     if next(cast("Any", model).parameters()).is_meta:
-        raise StateError(f"{name!r} is converted with the weights of the model. Load them.")
+        raise StateError(f"converting {name!r} needs the weights of the model. Load them.")
     try:
         record, layers = converted(model, name, change_forms.find(DEFAULT_CHANGE_FORM), size)
     except (ConfigError, LookupError, StateError) as error:

@@ -5,10 +5,10 @@ them reads each request once: it finds the adapter, refuses what the handlers wo
 at, and passes on only the fields that they read. No name in a request reaches a disk or the Hub:
 the base model and its adapters are loaded before the server starts.
 
-This file has all that the library knows of the inside of `transformers.cli.serving`, as it is in
-the versions of `batching.TESTED`: `build_server`, `ModelManager`, `GenerationState.get_manager`,
+All that the library knows about the internals of `transformers.cli.serving`, in the versions of
+`batching.TESTED`, is in this file: `build_server`, `ModelManager`, `GenerationState.get_manager`,
 `CBGenerateManager.init_cb` and `_cb`, the two handlers, and that a handler adds its request in the
-task that the gate has called.
+task in which the gate calls it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class RefusedRequest(Exception):  # noqa: N818  no error of the library's tree
+class RefusedRequest(Exception):  # noqa: N818  not in the library's tree
     """A request that is answered with a status and a reason."""
 
     def __init__(self, status: int, reason: str, allow: str | None = None) -> None:
@@ -97,7 +97,7 @@ _asked: ContextVar[Asked] = ContextVar("_asked")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A base model with adapters, as requests name them.
+    """A base model with adapters, under the names that requests use.
 
     Attributes:
         name: of the base model.
@@ -151,9 +151,9 @@ class Served:
                 raise RefusedRequest(400, f"{_shown(field)} has no effect here. Leave it out.")
         self._check_text(own, body.get(own))
         if not isinstance(body.get("stream"), (bool, type(None))):
-            raise RefusedRequest(400, "stream is true or false.")
+            raise RefusedRequest(400, "stream has to be true or false.")
         if not isinstance(body.get("user"), (str, type(None))):
-            raise RefusedRequest(400, "user is a string.")
+            raise RefusedRequest(400, "user has to be a string.")
         given = [body[field] for field in lengths if body.get(field) is not None]
         for tokens in given:
             if type(tokens) is not int or not 1 <= tokens <= _MOST_TOKENS:
@@ -171,14 +171,14 @@ class Served:
                 raise RefusedRequest(400, f"{self.name!r} has no chat template. Use {COMPLETIONS}.")
             messages = value if isinstance(value, list) else []
             if not messages or not all(isinstance(each, dict) for each in messages):
-                raise RefusedRequest(400, "messages are a list of objects with role and content.")
+                raise RefusedRequest(400, "messages has to be a list of {role, content}.")
             parts = [part for each in messages for part in _parts(each.get("content"))]
             texts = [*(each.get("role") for each in messages), *parts]
             texts += [each.get("name", "") for each in messages]
             if any(each.keys() - {"role", "content", "name"} for each in messages):
-                raise RefusedRequest(400, "messages have role and content, and nothing else.")
+                raise RefusedRequest(400, "a message has role, content and name, and nothing else.")
         if not all(map(_is_text, texts)):
-            raise RefusedRequest(400, f"{field}: only text is read. Write strings of Unicode.")
+            raise RefusedRequest(400, f"{field} has to be text, without lone surrogates.")
 
     def _check_sampling(self, body: Mapping[str, Any]) -> None:
         """Check that a request is sampled as all others are."""
@@ -234,7 +234,7 @@ class Gate:
     """Stands in front of the application, and answers the requests that it refuses."""
 
     def __init__(self, app: Any, served: Served) -> None:
-        """Stand before an application.
+        """Stand in front of an application.
 
         Args:
             app: of transformers.
@@ -247,7 +247,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # transformers tells requests apart by their id, and a client may send that of another one
+        # transformers tells requests apart by their id, so a client must not choose one
         replaced, own = {b"x-request-id"}, []
         try:
             method, path = scope["method"], scope["path"]
@@ -300,7 +300,7 @@ class Gate:
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check that the body is JSON as it is.
+    """Check that the body is uncompressed JSON.
 
     Raises:
         RefusedRequest: it is of another type, or compressed.
@@ -321,7 +321,7 @@ async def _body(receive: Receive, most: int) -> bytes:
         most: bytes that it may have.
 
     Raises:
-        RefusedRequest: it is too long or does not come, or the client has gone.
+        RefusedRequest: it is too long, stops arriving, or its client has left.
     """
     parts: list[bytes] = []
     size = 0
@@ -329,9 +329,9 @@ async def _body(receive: Receive, most: int) -> bytes:
         try:
             message = await asyncio.wait_for(receive(), _PATIENCE)
         except TimeoutError:
-            raise RefusedRequest(408, f"no part of the body in {_PATIENCE:g} seconds.") from None
+            raise RefusedRequest(408, f"no byte in {_PATIENCE:g} seconds.") from None
         if message["type"] != "http.request":
-            raise RefusedRequest(400, "the body has no end.")
+            raise RefusedRequest(400, "the body is incomplete.")
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > most:
@@ -344,7 +344,7 @@ def _document(body: bytes) -> object:
     """Return the value of a body in JSON.
 
     Raises:
-        RefusedRequest: it is not JSON, or a field stands there twice.
+        RefusedRequest: it is not JSON, or a field appears twice.
     """
     try:
         return json.loads(body.decode(), object_pairs_hook=_fields, parse_constant=_no_number)
@@ -355,8 +355,8 @@ def _document(body: bytes) -> object:
 def _fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        # others may read the first of them
-        raise RefusedRequest(400, "a field stands there twice. Write each once.")
+        # another parser may take the first of them, and Python takes the last
+        raise RefusedRequest(400, "a field appears twice. Write it once.")
     return found
 
 
@@ -365,14 +365,14 @@ def _no_number(name: str) -> object:
 
 
 def _read_by_handlers(path: str, fields: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """Return the fields of a request that a handler reads, which have been checked."""
+    """Return the fields that a handler reads, all of which have been checked."""
     names = ("model", _text_field(path), "stream")
     length = {} if asked.new_tokens is None else {"max_tokens": asked.new_tokens}
     return {name: fields[name] for name in names if name in fields} | length
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a function that gives a body which has been read, and then what else comes."""
+    """Return a `receive` that gives the body again, and then whatever follows."""
     parts = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def give() -> Message:
@@ -402,7 +402,7 @@ def _error(reason: str) -> dict[str, Any]:
 
 
 def _status(error: AdapterZooError) -> int:
-    """Return the status of what is wrong with a request that the gate has let through."""
+    """Return the HTTP status for an error of a request that has passed the gate."""
     if isinstance(error, UnknownNameError):
         return 404
     # such as an adapter that is being replaced, or has lost its files
@@ -424,7 +424,7 @@ def load(
         name: of the base model for requests; None: that of the folder, or on the Hub.
         device: None: a GPU if there is one.
         dtype: of the base model; "auto": that of its file.
-        temperature: of all requests; 0 for the likeliest tokens; None: that of the base model.
+        temperature: of all requests; 0: always the likeliest token; None: that of the base model.
         slots: of the pool, for adapters of one kind; None: one for each adapter, up to eight.
         max_bytes: see `AdapterPool`.
 
@@ -495,7 +495,7 @@ def _load_all(model: Any, adapters: Sequence[str]) -> None:
 
 
 def application(served: Served, **options: Any) -> tuple[Any, Any]:
-    """Return the application of a server, and the manager of its requests, which runs.
+    """Return the application of a server, and the running manager of its requests.
 
     Args:
         served: the model.
@@ -520,7 +520,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
     from transformers import ContinuousBatchingConfig
 
     class Manager(ModelManager):
-        """Knows one model, which nothing unloads, and loads none."""
+        """Has one model, loads no other and unloads nothing."""
 
         def __init__(self) -> None:
             super().__init__(device=str(served.model.device), model_timeout=-1)
@@ -540,7 +540,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
             pass
 
     class State(GenerationState):
-        """Has one manager for all names of the model."""
+        """Has one manager for all names that a request can use."""
 
         def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
             return super().get_manager(served.name, use_cb=True)
@@ -552,7 +552,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
     requests.__class__ = ServedRequests
     requests.forwards = {}
     models = Manager()
-    # the gate lets no request of others through
+    # the gate lets no request through to the other handlers
     others: Any = dict.fromkeys(("response_handler", "transcription_handler", "systemone_handler"))
     app = build_server(
         models,
@@ -582,7 +582,7 @@ class ServedRequests(_Manager):  # type: ignore[misc]
     """A manager that finds the adapter of a request in the task that adds it.
 
     Attributes:
-        forwards: id of a request that is streamed → what delivers its first tokens.
+        forwards: id of a streamed request → what delivers its tokens.
     """
 
     forwards: dict[str, Forward]
@@ -601,8 +601,8 @@ class ServedRequests(_Manager):  # type: ignore[misc]
         Args:
             input_ids: the prompt.
             request_id: its id.
-            max_new_tokens: a default of the server, if the request asks for no number.
-            streaming: whether each token is delivered as soon as it is there.
+            max_new_tokens: transformers' default, for a request that names no length.
+            streaming: whether each token is delivered as soon as it is generated.
             *args: as transformers takes them.
             **kwargs: the same.
 
@@ -615,7 +615,7 @@ class ServedRequests(_Manager):  # type: ignore[misc]
             room = [each - len(input_ids) for each in most if each is not None]
             max_new_tokens = max(min([*room, *([max_new_tokens] if max_new_tokens else [])]), 1)
         if streaming:
-            # transformers registers the receiver only after the first token may be there
+            # transformers registers its receiver later, when the first token may be there already
             self.forwards[key] = Forward()
             super().register_result_handler(key, self.forwards[key])
         try:
@@ -639,9 +639,9 @@ class ServedRequests(_Manager):  # type: ignore[misc]
 
 
 class Forward:
-    """Delivers results to a function that is not known yet.
+    """Delivers results to a function that is registered after the request has been added.
 
-    Both happen in the event loop, which runs this only after the task has registered the function.
+    The event loop delivers them, and cannot do so before the current task has registered it.
     """
 
     callback: Callable[[Any], Any] | None = None
@@ -657,8 +657,8 @@ def run(served: Served, host: str, port: int, **options: Any) -> None:
 
     Args:
         served: the model.
-        host: the address to listen at.
-        port: the same.
+        host: address to listen on.
+        port: to listen on.
         **options: of `ContinuousBatchingConfig`.
     """
     app, requests = application(served, **options)

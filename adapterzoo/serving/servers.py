@@ -2,9 +2,9 @@
 
 The pass writes the same canonical folder for every server: the scale is folded into B, all ranks
 are equal, layers that are read together are complete, blocks that were left out have zero factors,
-and experts have a matrix each. The table then says who reads which layers. Sources of its facts:
-docs/serving.md. The readers that prove a folder, in `adapterzoo.serving.readers`, share nothing
-with it.
+and each expert has its own matrices. The table says which server reads which layers;
+docs/serving.md names the sources. The readers that prove a folder, in `adapterzoo.serving.readers`,
+share nothing with this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The layers of experts that a checkpoint of the model has.
+    """The layers of experts as the checkpoint of a model names them.
 
     Attributes:
         path: of the experts in a block of the checkpoint.
@@ -51,9 +51,9 @@ class Layers:
     """The layers of a model type that a server adapts.
 
     Attributes:
-        groups: paths in a block, together where the server reads them as one layer.
+        groups: paths in a block; those that the server reads as one layer form a group.
         outside: paths outside the blocks.
-        experts: how the server finds those of experts; None: it does not adapt them.
+        experts: the names of the layers of experts; None: the server does not adapt them.
     """
 
     groups: _Groups
@@ -72,11 +72,11 @@ class Server:
     """What a server reads.
 
     Attributes:
-        title: its name and the version that the facts are of.
+        title: its name, with the version that the facts describe.
         layers: that it adapts, by model type.
-        heads: names of layers of heads that it replaces.
-        ranks: that it can be started for; empty: any.
-        tied_output: whether it adapts an output layer that is the embedding.
+        heads: names of the head layers that it replaces.
+        ranks: that it can be started with; empty: any.
+        tied_output: whether it adapts an output layer that is tied to the embedding.
         start: how to start it; `{folder}`, `{name}`, `{base}`, `{rank}`, `{limit}` (the smallest of
             `ranks` that is enough) and `{targets}` are filled in.
         labels: what to add for a head of `{labels}` outputs.
@@ -237,9 +237,9 @@ servers.register("any")(
 # --- the pass ---
 
 _PREFIX = "base_model.model."
-# what the keys of a pair of factors end with, A and B
+# endings of the keys of A and B
 _ENDS = (".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")
-# of PEFT's LoRA, with what it is; no server reads it
+# fields of PEFT's LoRA that no server reads, and what they stand for
 _UNREAD = {
     "use_dora": "DoRA's magnitudes",
     "lora_bias": "a bias of B",
@@ -343,7 +343,7 @@ def for_server(
 
 
 class _UnreadError(Exception):
-    """A server does not read an adapter: why, and what to write that it reads."""
+    """A server does not read an adapter: the reason, and hints at what it reads."""
 
 
 def _reads(checkpoint: Checkpoint, info: ModelInfo, server: Server) -> bool:
@@ -404,7 +404,7 @@ def _folder(
 
 
 def _fields(fields: Fields, targets: Iterable[str], rank: int) -> Fields:
-    """Return PEFT's config of the folder, with nothing in it that a server could read otherwise."""
+    """Return PEFT's config, with no field that servers read differently."""
     kept = (
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
         "revision", "inference_mode", "modules_to_save",
@@ -431,7 +431,7 @@ def _factors(
 ) -> tuple[dict[str, Factors], dict[str, Tensor]]:
     """Return the factors by path in the task class, with the scale in B, and all other tensors.
 
-    The path of a matrix of an expert is that of the experts, its number, and its name.
+    A matrix of an expert has the path of the experts, then the expert's number and its own name.
     """
     found: dict[str, Factors] = {}
     rest = dict(tensors)
@@ -454,7 +454,7 @@ def _factors(
 
 
 def _tensor(key: str, info: ModelInfo) -> Tensor | None:
-    """Return a tensor of the model by its key in the task class; the model may be its backbone."""
+    """Return a tensor by its key in the task class, of which the model may be the backbone."""
     found = info.tensor(key)
     return info.tensor(key.partition(".")[2]) if found is None else found
 
@@ -464,7 +464,7 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 def _parameter(path: str, fields: Fields, info: ModelInfo) -> str | None:
-    """Return the parameter of experts that a key of PEFT is of; None for a layer.
+    """Return the parameter of experts that a key of PEFT belongs to; None for a layer.
 
     PEFT wraps the module once for each adapted parameter, the last one innermost in the key.
     """
@@ -477,7 +477,7 @@ def _parameter(path: str, fields: Fields, info: ModelInfo) -> str | None:
 
 
 def _of_experts(name: str, a: Tensor, b: Tensor, count: int) -> dict[str, Factors]:
-    """Return the factors of each expert from those of a parameter of all of them.
+    """Split the factors of a parameter that holds all experts into those of each expert.
 
     Args:
         name: path of the parameter.
@@ -540,7 +540,7 @@ def _complete(
     transposed: bool,
     info: ModelInfo,
 ) -> dict[str, Factors]:
-    """Return the factors with zeros for what a group or a block lacks, in the model's order."""
+    """Return the factors, with zeros where a group or a block lacks some, in the model's order."""
     found = dict(factors)
     within = {_within(path) for path in factors}
     wanted = {path for group in layers.groups if not within.isdisjoint(group) for path in group}
@@ -557,7 +557,7 @@ def _complete(
         count = 1 + max(int(match[2]) for match, _ in experts)
         for module in (path for path in modules if path.endswith(".experts")):
             for part in (f"{n}.{name}" for n in range(count) for name in _QWEN_EXPERTS.names):
-                # down_proj has the sizes of the others, exchanged
+                # down_proj has the sizes of the others, swapped
                 is_same = part.endswith(_DOWN) == (match[3] == _DOWN)
                 d_out, d_in = sizes if is_same else sizes[::-1]
                 found.setdefault(f"{module}.{part}", _zeros(d_out, d_in, factors))
@@ -582,7 +582,7 @@ def _in_server(path: str, layers: Layers) -> str:
 def _targets(
     factors: Mapping[str, Factors], layers: Layers, modules: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
-    """Return the names of the adapted layers, the shortest that name nothing else."""
+    """Return the shortest names of the adapted layers that match no other layer."""
     whole = [path for path in factors if not _EXPERT.fullmatch(path)]
     names = short_names(whole, modules) or tuple(whole)
     experts = {m[3] for path in factors if (m := _EXPERT.fullmatch(path))}

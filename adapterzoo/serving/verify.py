@@ -1,7 +1,7 @@
-"""Proof that a server computes with a folder what the adapter computes here.
+"""Proof that a server computes from a folder what the adapter computes here.
 
-A reader reads the folder as the server does, and what it found is applied to a plain model. Its
-logits and weights are compared with those of the model with the adapter.
+A reader reads the folder as the server does, and its result is applied to a plain model. The logits
+and weights of this model are compared with those of the model with the adapter.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .readers import READERS, Reading, apply, gguf, opened
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
-# shares of the change that the adapter makes: units of the file's last place, and what a deep model
-# rounds in float32
+# how much of the adapter's change may differ: units in the last place of the file's dtype, and the
+# rounding of a deep model in float32
 _ROUNDING, _NOISE = 4, 1e-4
 _ADAPTER = "verified"
 # what values of wrong types, shapes or patterns raise
@@ -47,7 +47,7 @@ _STUMBLES = (
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A weight that the server changes in another way.
+    """A weight that the server changes differently.
 
     Attributes:
         key: of the weight.
@@ -68,7 +68,7 @@ class Proof:
         refused: why the server does not load the folder.
         dropped: keys in the file that it ignores.
         without_effect: weights that the adapter changes and the server does not.
-        wrong: weights that the server changes in another way, the worst first.
+        wrong: weights that the server changes differently, the worst first.
         needs: options that it must be started with.
         here: why the adapter cannot be loaded here; None: it can.
         difference: the largest difference of the logits.
@@ -142,7 +142,7 @@ def verify(
         server: "vllm", "sglang", "lorax", "tgi" or "gguf".
         model: the base model: a folder, a name on the Hub, or a plain model, which is not changed.
         adapter: the folder of the adapter that was exported, in any format; None: `folder` as it
-            is read here, so that values that are wrong in the file itself are not found.
+            is read here, which cannot reveal wrong values in the file itself.
         inputs: arguments of a call of the model; None: random ones.
         tolerance: how much of the adapter's change of the logits they may differ; None: what the
             dtype of the file allows.
@@ -170,7 +170,7 @@ def verify(
     except CheckpointError:
         raise
     except _STUMBLES as error:
-        # the server's own code stumbles there too
+        # the server's own code fails there too
         reading = Reading(refused=[f"{type(error).__name__}: {error}"])
     allowed = _tolerance(tensors) if tolerance is None else tolerance
     served = None if reading.refused else _served(base, reading)
@@ -248,7 +248,7 @@ def _base(model: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _served(base: Any, reading: Reading) -> Any:
-    """Return the model that the server computes; says why where a change does not fit."""
+    """Return the model as the server has it; None, with a reason, if a change does not fit."""
     served = copy.deepcopy(base)
     try:
         apply(served, reading)
@@ -269,13 +269,13 @@ def _here(base: Any, folder: StrPath) -> Any:
 def _weights(
     base: nn.Module, here: Any, served: nn.Module, tolerance: float
 ) -> tuple[tuple[str, ...], tuple[Wrong, ...]]:
-    """Return the weights that the server leaves, and those that it changes in another way."""
+    """Return the weights that the server leaves, and those that it changes differently."""
     try:
-        # as for the server, a layer is changed, and not what shares its weight
+        # like the server, change a layer and not those that share its weight
         with merging.untied_for(here, [_ADAPTER]):
             here.merge_adapter(_ADAPTER)
     except AdapterZooError:
-        # not a change of weights: the logits say all there is
+        # not a change of weights, so that only the logits can be compared
         return (), ()
     plain, own = dict(base.named_parameters(remove_duplicate=False)), here.state_dict()
     lost, wrong = [], []

@@ -1,12 +1,12 @@
 """One adapter, or none, for each request in transformers' continuous batching.
 
-A manager packs the tokens of all requests that run into one sequence `[1, tokens]`. For adapters a
-token is a row, so that requests with different adapters share a step as the rows of a mixed batch
-do. What a request uses is fixed when it is admitted: a plan with its modules, where an adapter that
-waits for an invocation starts, and the key of its blocks in the prefix cache.
+A manager packs the tokens of all running requests into one sequence `[1, tokens]`. For adapters,
+each token is a row, so that requests with different adapters share a step like the rows of a mixed
+batch. What a request uses is fixed when it is admitted: a plan with its modules, the token from
+which an adapter with an invocation acts, and the key of its blocks in the prefix cache.
 
-This file has all that the library knows of the inside of `transformers.generation.
-continuous_batching`, as it is in the versions of `TESTED`:
+All that the library knows about the internals of `transformers.generation.continuous_batching`, in
+the versions of `TESTED`, is in this file:
 
 - `ContinuousBatchingManager`: `add_request`, `warmup`, `_run_generation_loop`,
   `_create_batch_processor`, `_request_lock`, `_request_counter`, `distributed_helper`
@@ -111,14 +111,14 @@ def refuse_untested() -> None:
 class Variant:
     """What acts on a request: a plan with the modules of its adapters.
 
-    It stays what it is when the model loses these adapters or gets others of their names.
+    It does not change when the model loses these adapters or gets others with their names.
 
     Attributes:
         plan: for all tokens of a request.
         names: of the adapters and fusions.
-        records: of these, as the model had them.
-        key: tells variants apart.
-        invocations: the sequences from which adapters act.
+        records: of these, when the variant was made.
+        key: equal for equal variants.
+        invocations: the sequences of tokens from which adapters act.
         begins: whether an adapter acts from the first token on.
         alone: why requests of no other variant may run in the same steps; empty if they may.
         is_pooled: whether each request has its own adapter of a pool, or none.
@@ -199,7 +199,7 @@ def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
 
 
 def _records(model: AdaptedModel, setup: Composition | None) -> tuple[object, ...]:
-    """Return the records of the adapters and fusions of a composition; None for those not there."""
+    """Return the records of a composition's adapters and fusions; None for those that are gone."""
     state = model._adapter_state
     names = () if setup is None else setup.flatten()
     adapters = (state.records.get(name) for name in names)
@@ -207,7 +207,7 @@ def _records(model: AdaptedModel, setup: Composition | None) -> tuple[object, ..
 
 
 def _parts_of(model: AdaptedModel, name: str) -> list[Adapter]:
-    """Return the adapters of a name at all layers, those of fused layers one by one."""
+    """Return the adapters of a name at all layers; those of a fused layer are separate."""
     return [
         part
         for path, module in modules_of(model, name)
@@ -221,10 +221,10 @@ _OF_SEQUENCES = AttentionAdapter, PositionAdapter, PromptAdapter
 
 
 def _refuse_not_by_token(plan: Plan, parts: Iterable[Adapter]) -> None:
-    """Refuse what does not act on each token by itself.
+    """Refuse adapters that do not act on each token by itself.
 
     Raises:
-        StateError: it does not.
+        StateError: one does not.
     """
     setup = plan.setup
     splits = setup is not None and any(isinstance(node, Split) for node in setup.nodes())
@@ -271,9 +271,9 @@ class Pinned:
     Attributes:
         variant: what acts on it.
         starts: sequence of an invocation → the first token on which its adapters act.
-        salt: numbers that its tokens are combined with in the hashes of blocks.
-        first: the first token of which the keys or values are not those of the base model.
-        is_running: whether the worker has it.
+        salt: numbers that are combined with its tokens before blocks are hashed.
+        first: the first token whose keys or values differ from the base model's.
+        is_running: whether the worker has taken it.
         member: the adapter of a pool that it has claimed.
         lease: its slot, once it has one.
     """
@@ -292,13 +292,13 @@ class Pinned:
         return self.variant.names
 
     def hashed(self, tokens: Sequence[int], block: int) -> list[int]:
-        """Return what is hashed in place of tokens of the request, from its first one on.
+        """Return what is hashed in place of a request's tokens.
 
         Blocks before the first token on which an adapter acts are those of the base model; others
         are shared only by requests whose adapters have the same content.
 
         Args:
-            tokens: of the request.
+            tokens: of the request, from the first one on.
             block: number of tokens in a block.
         """
         first = self.first // block * block if self.salt else len(tokens)
@@ -315,14 +315,14 @@ def pinned(variant: Variant, input_ids: Sequence[int], content: bytes, base: byt
     Args:
         variant: what acts on it.
         input_ids: its prompt.
-        content: digest of what keys and values depend on; empty for the base model.
-        base: the same without adapters; empty unless something has changed the base model.
+        content: digest of all that keys and values depend on; empty for the base model.
+        base: the same without adapters; empty unless the base model has been changed.
     """
     starts = {sequence: _last(input_ids, sequence) for sequence in variant.invocations}
     first = 0 if variant.begins or base else min(starts.values(), default=0)
     if not content or first == NEVER:
         return Pinned(variant, starts)
-    # what the keys and values of a block depend on, beside its tokens and those before
+    # all that the keys and values of a block depend on, except its tokens and those before
     document = repr((content, sorted(starts.items()))).encode()
     numbers = hashlib.shake_256(document).digest(4 * 64)
     salt = (int.from_bytes(numbers[i : i + 4], "little") >> 1 for i in range(0, len(numbers), 4))
@@ -330,21 +330,21 @@ def pinned(variant: Variant, input_ids: Sequence[int], content: bytes, base: byt
 
 
 def _last(tokens: Sequence[int], sequence: tuple[int, ...]) -> int:
-    """Return where a sequence begins for the last time; beyond all tokens if it does not."""
+    """Return where the last occurrence of a sequence begins; beyond all tokens if there is none."""
     size = len(sequence)
     places = range(len(tokens) - size, -1, -1)
     return next((i for i in places if tuple(tokens[i : i + size]) == sequence), NEVER)
 
 
 class Contents:
-    """Digests of adapters, computed again only when a tensor has changed."""
+    """Digests of adapters, recomputed only when a tensor has changed."""
 
     def __init__(self) -> None:
         """Start without any."""
         self._known: dict[str, tuple[list[object], str]] = {}
 
     def of(self, model: AdaptedModel, variant: Variant) -> bytes:
-        """Return the digest of what keys and values depend on; empty for the base model.
+        """Return the digest of all that keys and values depend on; empty for the base model.
 
         Args:
             model: with adapters.
@@ -407,8 +407,8 @@ class Batch(Requests):
 
     Attributes:
         own: what was active when the manager was made; its steps may run as captured graphs.
-        variants: the parts of the plan of a mixed step.
-        mixed: that plan; None for less than two variants.
+        variants: of which the plan of a mixed step consists.
+        mixed: that plan; None for fewer than two variants.
         pool: of the model, if it has one.
     """
 
@@ -441,12 +441,13 @@ class Batch(Requests):
             key: id of the request.
             variant: what acts on it.
             input_ids: its prompt.
-            by_content: whether blocks of the cache are told apart by adapters; not where all
-                requests have the same, and processes that do not know them have to agree.
+            by_content: whether the content of adapters is part of a block's hash. It is not under
+                tensor parallelism, where all requests have the same adapters and every process
+                must compute the same hashes.
 
         Raises:
             CompositionError: it cannot share a step with the requests in flight.
-            StateError: the same, its id is taken, or one of its adapters is being removed.
+            StateError: it has to run alone, its id is taken, or an adapter is being removed.
         """
         with self.changed:
             if self.pin(key) is not None:
@@ -476,7 +477,7 @@ class Batch(Requests):
             self.pins[key] = pinned(variant, input_ids, content, base)
 
     def _include(self, variant: Variant) -> Variant:
-        """Let steps have requests of a variant; return the equal one if there is one."""
+        """Add a variant to those of a step, and return it, or the equal one that was there."""
         running = {id(cast("Pinned", pin).variant) for pin in self.pins.values()}
         known = next((v for v in self.variants if v.key == variant.key), None)
         variant = known or variant
@@ -488,19 +489,19 @@ class Batch(Requests):
         return variant
 
     def pin(self, key: str) -> Pinned | None:
-        """Return what a request uses, or the one that it was forked from; None: it is unknown."""
+        """Return what a request, or the one that it was forked from, uses; None: it is unknown."""
         found = self.pins.get(key)
         if found is None and _CHILD in key:
             found = self.pins.get(key.rpartition(_CHILD)[0])
         return cast("Pinned | None", found)
 
     def start(self, key: str) -> None:
-        """Note that the worker has a request."""
+        """Note that the worker has taken a request."""
         if (pin := self.pin(key)) is not None:
             pin.is_running = True
 
     def release(self, *keys: str) -> None:
-        """Forget requests that have not been added."""
+        """Forget requests."""
         with self.changed:
             for key in keys:
                 pin = cast("Pinned | None", self.pins.pop(key, None))
@@ -521,10 +522,10 @@ class Batch(Requests):
         return pin.lease is not None
 
     def settle(self, alive: Collection[str]) -> None:
-        """Forget the requests that the worker had and has no longer.
+        """Forget the requests that the worker has finished.
 
         Args:
-            alive: ids of those that it has.
+            alive: ids of those that it still has.
         """
         with self.changed:
             roots = {key if key in self.pins else key.rpartition(_CHILD)[0] for key in alive}
@@ -559,7 +560,7 @@ def refuse_together(variants: Sequence[Variant]) -> None:
 
 
 def join(variants: Sequence[Variant]) -> Plan | None:
-    """Return the plan of steps with requests of several variants; None for less than two.
+    """Return the plan of steps with requests of several variants; None for fewer than two.
 
     Raises:
         CompositionError: they cannot act in one step.
@@ -568,11 +569,11 @@ def join(variants: Sequence[Variant]) -> Plan | None:
 
 
 class Prompt(list[int]):
-    """The tokens of a request that brings its adapter along.
+    """The tokens of a request, together with its adapter.
 
     Attributes:
-        variant: what acts on it.
-        errors: why requests of the same call could not be added.
+        variant: what acts on the request.
+        errors: of the same call's requests that could not be added.
     """
 
     def __init__(self, tokens: Iterable[int], variant: Variant, errors: list[Exception]) -> None:
@@ -589,8 +590,8 @@ def prompts_of(
     Args:
         model: with adapters.
         inputs: the prompts.
-        adapter_names: one for each; None: what is active acts on all.
-        new_tokens: the most tokens that each request generates; None: as many as it can.
+        adapter_names: one for each; None: what is active acts on all of them.
+        new_tokens: the most tokens that each request generates; None: not limited.
 
     Raises:
         CompositionError: adapters cannot act in one step.
@@ -630,22 +631,22 @@ def _hashable(name: Any) -> Any:
 def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Variant) -> list[int]:
     """Return the tokens of a prompt that the model can read.
 
-    A token that the model does not know, or a position, would end all requests.
+    An unknown token, or too many of them, would end all requests.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot read one.
     """
     tokens = list(input_ids.tolist() if isinstance(input_ids, Tensor) else input_ids)
     if not tokens:
         raise ConfigError("the prompt is empty. Write at least one token.")
     if set(map(type, tokens)) - {int}:
         try:
-            # of NumPy, and such
+            # integers of NumPy, for example
             tokens = [operator.index(token) for token in tokens]
         except TypeError:
             kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
             raise ConfigError(
-                f"tokens of a prompt are numbers, and it has {kinds}. Write [5, 6, 7]."
+                f"tokens are integers, and the prompt has {kinds}. Write [5, 6, 7]."
             ) from None
     table = cast("Any", model).get_input_embeddings()
     tables = [getattr(table, "weight", None), *(table_of(model, name) for name in variant.names)]
@@ -665,11 +666,11 @@ def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Va
 
 
 def refuse_too_long(tokens: int, new_tokens: int | None, longest: int) -> None:
-    """Refuse a request that a cache can never hold, for which all others would fail.
+    """Refuse a request that the cache can never hold, which would make all others fail.
 
     Args:
-        tokens: of its prompt.
-        new_tokens: the most that it generates; None: as many as it can.
+        tokens: number of tokens in its prompt.
+        new_tokens: the most that it generates; None: not limited.
         longest: the most tokens that the cache holds for one request.
 
     Raises:
@@ -697,7 +698,7 @@ def adapt(model: AdaptedModel, manager: Any) -> None:
 
     Args:
         model: of the manager.
-        manager: as transformers has made it, or kept from an earlier call.
+        manager: made by transformers, now or for an earlier call.
     """
     if isinstance(manager, BatchingManager):
         return
@@ -747,15 +748,15 @@ if is_tested():
                 input_ids: the prompt.
                 request_id: None: a new one.
                 max_new_tokens: None: that of the manager.
-                streaming: whether each token is delivered as soon as it is there.
+                streaming: whether each token is delivered as soon as it is generated.
                 record_timestamps: whether the time of each token is recorded.
                 eos_token_id: tokens that end the request; None: those of the manager.
                 adapter_name: a name or a composition, or None for the base model; by default what
-                    is active in the calling thread and task, an `AdapterSetup` included.
+                    is active in the calling thread and task, including an `AdapterSetup`.
                 **logit_processor_kwargs: as transformers takes them.
 
             Returns:
-                The id of the request; None if the manager takes none, or in a process that does not
+                The id of the request; None if the manager accepts none, or in a process that does not
                 drive its group.
 
             Raises:
@@ -807,8 +808,8 @@ if is_tested():
             if not is_alone and (variant.invocations or variant.key != self.requests.own.key):
                 raise StateError(
                     "the other processes of tensor parallelism do not know the adapter of a "
-                    "request. Activate it in all of them before the manager is made; it cannot "
-                    "wait for an invocation."
+                    "request. Activate an adapter without an invocation in all of them before the "
+                    "manager is made."
                 )
             self.requests.admit(model, request_id, variant, tokens, is_alone)
             return tokens
@@ -847,7 +848,7 @@ if is_tested():
             return super().add_requests(cast("Any", inputs), max_new_tokens, *args, **kwargs)
 
         def warmup(self) -> None:
-            """Warm up with what was active when the manager was made."""
+            """Warm up with the adapters that were active when the manager was made."""
             model = cast("AdaptedModel", self.model)
             with model._active.overridden(_graphed(self.requests.own)):
                 super().warmup()
@@ -898,7 +899,7 @@ if is_tested():
                 state: of the request.
 
             Raises:
-                ConfigError: the cache can never hold it, for which all requests would fail.
+                ConfigError: the cache can never hold it, which would make all requests fail.
             """
             self.requests.start(state.request_id)
             size = len(state.initial_tokens)
@@ -982,7 +983,7 @@ if is_tested():
                 super()._generation_step(model)
 
         def _plan(self, model: nn.Module, batch: Any, pins: Sequence[Pinned]) -> tuple[Plan, bool]:
-            """Return the plan of a step, and whether a captured graph has it."""
+            """Return the plan of a step, and whether captured graphs may run it."""
             variants = {id(pin.variant): pin.variant for pin in pins}
             if len(variants) == 1:
                 (only,) = variants.values()
@@ -1073,13 +1074,13 @@ if is_tested():
 
 
 def _graphed(own: Variant) -> Plan:
-    """Return the plan whose steps may be captured: those that wait for an invocation differ."""
+    """Return the plan whose steps may be captured; with an invocation, that of the base model."""
     return Plan(heads=own.plan.heads) if own.invocations else own.plan
 
 
 @contextmanager
 def _prompts(model: AdaptedModel, plan: Plan, batch: Any, pins: Sequence[Pinned]) -> Iterator[None]:
-    """Let adapters know where in the sequences of a step they act."""
+    """Tell adapters where in the sequences of a step they act."""
     sequences = dict.fromkeys(s for pin in pins for s in pin.variant.invocations)
     if not sequences:
         yield
@@ -1097,7 +1098,7 @@ def _prompts(model: AdaptedModel, plan: Plan, batch: Any, pins: Sequence[Pinned]
 
 @contextmanager
 def _eagerly(runner: Any, is_eager: bool) -> Iterator[None]:
-    """Run no captured graph and no compiled code: they have the adapters of another step."""
+    """Run no captured graph and no compiled code, which contain the adapters of another step."""
     if is_eager:
         forward = runner._forward_process_and_sample
         runner._get_forward_fn = lambda use_block_table: (forward, False)

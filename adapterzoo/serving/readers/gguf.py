@@ -143,7 +143,7 @@ _PERMUTED = ("llama", "mistral", "mixtral")
 
 
 def convert(converter: str, folder: str, base: nn.Module) -> Reading:
-    """Return what llama.cpp makes of the file that its converter writes.
+    """Return what llama.cpp makes of the file that its converter writes from a folder.
 
     Args:
         converter: path of `convert_lora_to_gguf.py`.

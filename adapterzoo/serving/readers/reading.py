@@ -26,8 +26,8 @@ class Update:
         scale: as the server computes it.
         parameter: of the module.
         expert: its number, if the parameter holds several.
-        part: which part of the output features it is of how many, if it is one of several.
-        looked_up: whether A is of rows that are looked up: the weight is `[d_in, d_out]`.
+        part: its number and their count, if it is one of several parts of the output features.
+        looked_up: whether the layer looks rows up, so that the weight is `[d_in, d_out]`.
     """
 
     path: str
@@ -125,7 +125,7 @@ def apply(base: nn.Module, reading: Reading) -> None:
         change = change.mT if is_transposed else change
         if change.shape != target.shape:
             raise CheckpointError(
-                f"{update.path}: a change {[*change.shape]} of a weight {[*target.shape]}"
+                f"{update.path}: a change {[*change.shape]} does not fit {[*target.shape]}"
             )
         target.add_(change)
     for key, tensor in reading.heads.items():
@@ -133,7 +133,7 @@ def apply(base: nn.Module, reading: Reading) -> None:
         module = base.get_submodule(path)
         shape = getattr(module, name).shape
         if tensor.shape != shape:
-            raise CheckpointError(f"{key}: a head {[*tensor.shape]} in place of {[*shape]}")
+            raise CheckpointError(f"{key}: a head {[*tensor.shape]} does not fit {[*shape]}")
         setattr(module, name, nn.Parameter(tensor.to(base.dtype)))  # type: ignore[arg-type]
 
 
