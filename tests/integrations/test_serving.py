@@ -98,31 +98,35 @@ class Server:
         assert self.process.wait(30) is not None
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def started(folder, family, adapters):
     """A server, and what each prompt gives with each adapter."""
-    folder = tmp_path_factory.mktemp("served") / "tiny"
     torch.manual_seed(0)
-    config = tiny_config("llama")
+    config = tiny_config(family)
     config.max_position_embeddings = POSITIONS
     model = init(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     args = []
-    for seed, (name, text) in enumerate(ADAPTERS.items()):
+    for seed, (name, text) in enumerate(adapters.items()):
         model.add_adapter(name, text)
         stir(model, name, seed=seed + 1, std=0.5)
         model.save_adapter(folder.parent / name, name)
         args += ["--adapters", str(folder.parent / name)]
     wants = {}
-    for number, name in enumerate([None, *ADAPTERS]):
+    for number, name in enumerate([None, *adapters]):
         ids = list(range(10 + 7 * number, 16 + 9 * number))
         model.set_active_adapters(name)
         out = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
         wants["tiny" if name is None else f"tiny:{name}"] = words(*ids), [t for t in out if t > 2]
-    assert len({tuple(tokens) for _, tokens in wants.values()}) == 4
-    server = Server(folder, *args)
+    assert len({tuple(tokens) for _, tokens in wants.values()}) == len(wants)
+    return Server(folder, *args), wants
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A server of a Llama; see `started`."""
+    server, wants = started(tmp_path_factory.mktemp("served") / "tiny", "llama", ADAPTERS)
     yield server, wants
     server.stop()
 
@@ -281,6 +285,19 @@ def test_a_fuzz_of_requests(served):
         found = set(pool.map(ask, (source.randrange(10**9) for _ in range(400))))
     assert found <= {200, 400, 404}
     assert is_well(server, wants)
+
+
+def test_adapters_of_experts_are_served_beside_others(tmp_path):
+    experts = "selfattn_lora=False,intermediate_lora=True,output_lora=True"
+    adapters = {"x": f"lora[r=4,{experts}]", "y": f"dora[r=4,{experts}]", "l": "lora[r=4]"}
+    server, wants = started(tmp_path / "tiny", "mixtral", adapters)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            every = list(wants.items()) * 4
+            ask = lambda item: completed(server.complete(item[0], item[1][0]))  # noqa: E731
+            assert list(pool.map(ask, every)) == [want for _, (_, want) in every]
+    finally:
+        server.stop()
 
 
 def test_what_cannot_be_served_is_said_at_once(tmp_path):
