@@ -26,13 +26,31 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from .anatomy.tree import below
 from .call import Generation, RecordedCall
 from .composition import Composition, fusions_of
 from .composition.compile import SiteStep
 from .composition.prompts import Joined, Prompts
 from .composition.rows import ActiveHeads, RowMap
 from .contracts import Prefix, SharedKey
-from .errors import StateError, listing
+from .errors import CompositionError, StateError, listing
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the calls of a module of a mixture are divided, if rows take different adapters in it.
+
+    Attributes:
+        numbers: for each part of the rows, which of the plans it takes.
+        plans: what acts in the module, on all rows that take it.
+    """
+
+    numbers: tuple[int, ...]
+    plans: tuple[Plan, ...]
+
+    def by_name(self) -> Division:
+        """Return the division for a copy of the model."""
+        return Division(self.numbers, tuple(plan.by_name() for plan in self.plans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,8 @@ class Plan:
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
+        mixtures: of adapted experts: path and `around`, see `anatomy.Mixture`.
+        divisions: path of a module of a mixture → how its calls are divided.
         divides_batch: whether the next call of the model must divide its batch; false inside such a
             call. A field, not a property: calls without adapters read it too.
     """
@@ -65,6 +85,8 @@ class Plan:
     counted: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
+    mixtures: Mapping[str, str] = field(default_factory=dict)
+    divisions: Mapping[str, Division] = field(default_factory=dict)
     divides_batch: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +96,72 @@ class Plan:
 
     def by_name(self) -> Plan:
         """Return the plan for a copy of the model, which has its own adapters."""
-        return replace(self, sites={path: site.by_name() for path, site in self.sites.items()})
+        return replace(
+            self,
+            sites={path: site.by_name() for path, site in self.sites.items()},
+            divisions={path: division.by_name() for path, division in self.divisions.items()},
+        )
+
+    def divided(self, parts: int) -> Plan:
+        """Return the plan with the divisions of its mixtures.
+
+        Args:
+            parts: number of parts of the rows.
+
+        Raises:
+            CompositionError: an adapter in a divided module reads the call, or the stream at a
+                module in it for a layer outside.
+        """
+        divisions: dict[str, Division] = {}
+        captures, sites = dict(self.captures), dict(self.sites)
+        for path, around in self.mixtures.items():
+            division = self._division(path, parts)
+            if len(division.plans) < 2:
+                continue
+            divisions[path] = division
+            captures[around] = (*captures.get(around, ()), tokens_key(path))
+            # they do more than their adapter
+            for each in {path, around} & sites.keys():
+                sites[each] = replace(sites[each], only=None)
+        return replace(self, sites=sites, captures=captures, divisions=divisions)
+
+    def _division(self, root: str, parts: int) -> Division:
+        inside = {path: site for path, site in self.sites.items() if below(path, root)}
+        plans: list[Plan] = []
+        numbers: list[int] = []
+        captures = {
+            source: tuple(r for r in readers if below(r.removeprefix("+"), root))
+            for source, readers in self.captures.items()
+            if source != root and below(source, root)
+        }
+        for part in range(parts):
+            found = {path: site.of_part(part) for path, site in inside.items()}
+            own = {path: site for path, site in found.items() if site is not None}
+            plan = Plan(self.setup, sites=own, captures=captures)
+            if plan not in plans:
+                plans.append(plan)
+            numbers.append(plans.index(plan))
+        if len(plans) > 1:
+            reading = (a for site in inside.values() for a in site.adapters or () if _reads_call(a))
+            if any(reading) or any(captures[s] != self.captures[s] for s in captures):
+                raise CompositionError(
+                    f"{self.setup!r}: at {root!r}, which has experts, an adapter reads the call of "
+                    "the model. Exclude its layers (exclude_modules=[…]), or activate one adapter."
+                )
+        return Division(tuple(numbers), tuple(plans))
+
+
+def tokens_key(path: str) -> str:
+    """Return the key in captures of the input of a mixture, `[rows, tokens, …]`.
+
+    Args:
+        path: of the module whose calls are divided.
+    """
+    return f"*{path}"
+
+
+def _reads_call(adapter: nn.Module) -> bool:
+    return any(getattr(part, "reads_call", False) for part in adapter.modules())
 
 
 class Default:

@@ -101,7 +101,7 @@ class Server:
         assert self.process.wait(30) is not None
 
 
-def written(folder):
+def written(folder, family="llama", adapters=ADAPTERS):
     """A base model and adapters in folders beside each other, and what each prompt gives with each.
 
     Returns the folder of the base model, the arguments of the command for the adapters, and the
@@ -109,25 +109,25 @@ def written(folder):
     """
     folder = folder / "tiny"
     torch.manual_seed(0)
-    config = tiny_config("llama")
+    config = tiny_config(family)
     config.max_position_embeddings = POSITIONS
     model = init(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     args = []
-    for seed, (name, text) in enumerate(ADAPTERS.items()):
+    for seed, (name, text) in enumerate(adapters.items()):
         model.add_adapter(name, text)
         stir(model, name, seed=seed + 1, std=0.5)
         model.save_adapter(folder.parent / name, name)
         args += ["--adapters", str(folder.parent / name)]
     wants = {}
-    for number, name in enumerate([None, *ADAPTERS]):
+    for number, name in enumerate([None, *adapters]):
         ids = list(range(10 + 7 * number, 16 + 9 * number))
         model.set_active_adapters(name)
         out = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
         wants["tiny" if name is None else f"tiny:{name}"] = words(*ids), [t for t in out if t > 2]
-    assert len({tuple(tokens) for _, tokens in wants.values()}) == 1 + len(ADAPTERS)
+    assert len({tuple(tokens) for _, tokens in wants.values()}) == len(wants)
     return folder, args, wants
 
 

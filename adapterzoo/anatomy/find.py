@@ -36,6 +36,7 @@ from .blocks import (
     row_of,
 )
 from .inputs import attentions_of, entry_of, positions_of, table_of, tokens_of
+from .mixtures import mixture_of
 from .patterns import CHANNEL_NORM_CLASS, NORM_CLASS, Row
 from .sites import ATTENTION_ROLES, MIXER_ROLES, Anatomy, Block, Kind, Role, Site
 from .tree import HEAD, Branch, Tree, below, joined
@@ -57,6 +58,13 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     templates: dict[tuple[object, ...], Block] = {}
     shared = shared_tables_of(tree)
     uses = uses_of(tree) | dict.fromkeys(unused_of(tree, shared), ((), False))
+
+    def known(site: Site) -> Site:
+        site = marked(site, uses)
+        if not site.is_routed:
+            return site
+        return dataclasses.replace(site, mixture=mixture_of(tree, site))
+
     for stack in _stacks(tree):
         for branch in _branches(tree, stack):
             layers = tuple(layers_of(branch, Row()))
@@ -67,7 +75,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
             if key not in templates:
                 templates[key] = read_block(branch, stack)
             block = _planted(templates[key], branch.path, len(blocks))
-            sites, parts = (tuple(marked(s, uses) for s in of) for of in (block.sites, block.parts))
+            sites, parts = (tuple(map(known, of)) for of in (block.sites, block.parts))
             blocks.append(dataclasses.replace(block, sites=sites, parts=parts))
     inside = {layer for block in blocks for site in block.sites for layer in _covered(site)}
     outside: list[Site] = []
@@ -75,7 +83,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         is_head = re.search(r"(^|\.)(lm_head|embed_out)$", layer.path) is not None
         role: Role = "embedding" if layer.kind == "embedding" else "lm_head" if is_head else "other"
         if layer.path not in inside:
-            outside.append(marked(dataclasses.replace(layer, role=role), uses))
+            outside.append(known(dataclasses.replace(layer, role=role)))
     listed = inside | {site.path for site in outside}
     others = (
         _site(path, "norm" if is_norm(module) else "layer", module, blocks)
@@ -100,10 +108,12 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         unmovable=unmovable,
         rotary=rotary,
         tokens=tokens_of(tree, blocks),
-        others=tuple(marked(site, uses) for site in others),
-        parameters=parameters_of(tree, blocks, listed.union(*map(_covered, outside))),
+        others=tuple(map(known, others)),
+        parameters=tuple(
+            map(known, parameters_of(tree, blocks, listed.union(*map(_covered, outside))))
+        ),
         convolutions=tuple(_convolutions(tree, blocks, uses)),
-        biases=tuple(marked(site, uses) for site in biases),
+        biases=tuple(map(known, biases)),
         odd_biases=odd_biases,
         shared_tables=shared,
         own_table=(table := table_of(tree)),

@@ -96,6 +96,20 @@ class OutputSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The module of a mixture of experts that still has the tokens in the order of the batch.
+
+    Attributes:
+        path: of the module, which holds the experts or a router.
+        around: path of the module whose first input is `[rows, tokens, …]`: the one at `path`, or
+            the one around it.
+    """
+
+    path: str
+    around: str
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """One place in a model for adapters.
 
@@ -137,6 +151,7 @@ class Site:
         groups: convolutions only: parts of the channels that do not mix.
         special: convolutions only: "dilation" and "padding_mode" if they are not torch's defaults,
             and "kernel_size", "stride" and "padding" if they differ between the dimensions.
+        mixture: routed sites only: where the rows of its tokens are known; None if they are not.
     """
 
     path: str
@@ -167,6 +182,7 @@ class Site:
     kernel: tuple[int, ...] = ()
     groups: int = 1
     special: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @property
     def name(self) -> str:

@@ -533,7 +533,7 @@ class RowSteps:
         views = parts_of_call(layout, rows, x, base)
         outputs = [_on_part(self.steps[part], adapters, view) for part, view in views]
         if len(outputs) < len(self.steps) and torch.is_grad_enabled():
-            outputs.append(_no_rows(adapters, outputs[0], base))
+            outputs.append(no_rows(adapters, outputs[0], base))
         return layout.restored(torch.cat(outputs))  # [rows, …]
 
 
@@ -584,7 +584,7 @@ def is_packed(x: Tensor, rows: RowMap) -> bool:
     return x.shape[0] == 1 and x.dim() > (2 if x.is_floating_point() else 1)
 
 
-def _no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
+def no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
     """Return a tensor `[0, …]` whose gradient reaches all parameters that are trained at a site.
 
     Joined to the rows of a batch, it gives a gradient of zeros to an adapter without rows, which
@@ -794,7 +794,7 @@ def prefix_of(
         there = [prefix_of(own, adapters, x, base)]
     keys, values, mask = _padded(parts, sizes, there[0])
     if len(parts) < len(step.steps) and torch.is_grad_enabled():
-        keys = torch.cat([keys, _no_rows(adapters, keys, base)])
+        keys = torch.cat([keys, no_rows(adapters, keys, base)])
     keys, values, mask = (layout.restored(t) for t in (keys, values, mask))
     in_window = any(part.in_window for part in parts if part is not None)
     return Prefix(keys, values, mask, there[0].distances, in_window)
@@ -857,6 +857,16 @@ class SiteStep:
     def by_name(self) -> SiteStep:
         """Return the site for a copy of the layer."""
         return SiteStep(self.step, self.names)
+
+    def of_part(self, part: int) -> SiteStep | None:
+        """Return what the site evaluates for rows of one part alone; None if that is nothing."""
+        step: Step | None = self.step
+        if isinstance(step, RowSteps):
+            step = step.steps[part]
+        elif isinstance(step, Copies) and len(set(step.owners)) > 1:
+            owner = step.owners[part]
+            step = None if owner is None else Copies((owner,))
+        return None if step is None else replace(self, step=step, only=None)
 
 
 def step_of_copies(owners: Sequence[str | None]) -> SiteStep:

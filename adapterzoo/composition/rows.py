@@ -225,6 +225,9 @@ class RowMap:
     _layouts: dict[int, RowLayout] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _grouped: dict[tuple[int, tuple[int, ...]], RowLayout] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def parts(self) -> int:
@@ -300,6 +303,21 @@ class RowMap:
         if self.entered:
             self._layouts[count] = layout
         return layout
+
+    def grouped(self, count: int, numbers: tuple[int, ...]) -> RowLayout:
+        """Return the layout of a batch whose parts get other numbers, several of them the same.
+
+        Args:
+            count: rows of the batch.
+            numbers: for each part.
+        """
+        key = count, numbers
+        if (cached := self._grouped.get(key)) is None:
+            segments = self.layout(count).segments
+            cached = RowLayout.of([(numbers[part], size) for part, size in segments])
+            if self.entered:
+                self._grouped[key] = cached
+        return cached
 
     def layout_of(self, x: Tensor) -> RowLayout:
         """Return the layout of a layer's input.

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold
+from adapterzoo.anatomy.tree import below
+from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold, no_rows
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
-from adapterzoo.runtime import ActiveState, Plan
+from adapterzoo.runtime import ActiveState, Division, Plan, tokens_key
 from adapterzoo.tensor_parallel import Split, whole_tensor
 
 from .layers import (
@@ -36,6 +37,7 @@ from .layers import (
     own,
     stores_transposed,
 )
+from .mixtures import TokenRows
 from .parallel import (
     ParallelCall,
     ParallelLayer,
@@ -216,6 +218,8 @@ class Adapted(nn.Module):
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
+        if plan.divisions and (division := plan.divisions.get(link.path)) is not None:
+            return self._divided(plan, division, args, kwargs)
         forward: Callable[..., Any] = super().forward
         if site is None:
             return forward(*args, **kwargs)
@@ -242,6 +246,44 @@ class Adapted(nn.Module):
             return base.pack(evaluate(step, adapters, x, base))
         finally:
             active.call.reads.pop()
+
+    def _divided(
+        self, plan: Plan, division: Division, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the forward once for each kind of rows; see `mixtures`."""
+        active, path = self._link.active, self._link.path
+        captures = active.call.captures
+        tokens = TokenRows(captures.pop(tokens_key(path), None), plan.rows, division.numbers, path)
+        inside = [key for key in captures if below(key.removeprefix("+"), path)]
+        streams = {key: captures.pop(key) for key in inside}
+        runs, outputs = tokens.layout.runs, []
+        outer = active.override
+        try:
+            for number, start, size in runs:
+                take = functools.partial(tokens.take, start=start, size=size)
+                captures.update({key: take(stream) for key, stream in streams.items()})
+                named = {name: take(value) for name, value in kwargs.items()}
+                active.override = division.plans[number]
+                outputs.append(Adapted.forward(self, *map(take, args), **named))
+        finally:
+            active.override = outer
+        y = tokens.join(outputs, [size for _, _, size in runs])
+        if len(runs) == len(division.plans) or not torch.is_grad_enabled():
+            return y
+        there = {number for number, _, _ in runs}
+        absent = [own for number, own in enumerate(division.plans) if number not in there]
+        return self._with_zeros(y, absent)
+
+    def _with_zeros(self, y: Any, plans: Sequence[Plan]) -> Any:
+        """Return an output whose gradient reaches the adapters of plans without rows."""
+        first, adapters = y if isinstance(y, Tensor) else y[0], list[Any]()
+        for plan in plans:
+            for path, site in plan.sites.items():
+                below_it = path.removeprefix(self._link.path).removeprefix(".")
+                layer = below_wrappers(self.get_submodule(below_it))
+                adapters += acting(layer, site)[1]
+        whole = torch.cat([first, no_rows(adapters, first, base_of(self))])
+        return whole if isinstance(y, Tensor) else type(y)((whole, *y[1:]))
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:

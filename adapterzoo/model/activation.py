@@ -115,13 +115,14 @@ def make_plan(
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
     refuse_merged_part(setup, state.merged)
-    divides = len(parts) > 1 or any(isinstance(node, Split) for node in setup.nodes())
-    for name in acting if divides else ():
+    splits = any(isinstance(node, Split) for node in setup.nodes())
+    for name in acting if splits or len(parts) > 1 else ():
         for path, placements in state.records[name].places.items():
-            if any(p.site.is_routed for p in placements):
+            if any(p.site.is_routed and (splits or p.site.mixture is None) for p in placements):
                 raise CompositionError(
-                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens of experts, not "
-                    "rows. Exclude such layers (exclude_modules=[…]), or activate one adapter."
+                    f"{setup!r}: {name!r} adapts {path!r}, where the "
+                    f"{'place' if splits else 'row'} of a token is unknown. Exclude such layers "
+                    "(exclude_modules=[…]), or activate one adapter."
                 )
     sites: dict[str, SiteStep] = {}
     entry = model.anatomy.entry
@@ -162,10 +163,12 @@ def make_plan(
         for path, modules in present.items()
         if path in sites and any(isinstance(m, InvertibleAdapter) for m in modules.values())
     )
-    return Plan(
+    mixtures = {path: m for n in acting for path, m in state.records[n].mixtures.items()}
+    plan = Plan(
         setup, heads, sites, captures, skip_layers, rows, stacks, _counted(model, present) & stacks,
-        next(inverts, None), _prompts(model, parts, present),
+        next(inverts, None), _prompts(model, parts, present), mixtures,
     )  # fmt: skip
+    return plan.divided(len(parts)) if rows is not None and mixtures else plan
 
 
 def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) -> frozenset[str]:

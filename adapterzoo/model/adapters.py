@@ -341,7 +341,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.put_shared(backbone, name, adapter, active)
     for key in keys.values():
         key.module = shared_by(active.default.shared, key)
-    for source, reader in record.sources():
+    for source, reader in record.helpers():
         inject.capture_input(layer_in(model, source), reader, name, active, source)
     for path in model.anatomy.fused:
         # its class lets it call its layers
@@ -375,7 +375,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     model._active.forget(name)
     state.plans.clear()
     fused = ((path, path) for path in model.anatomy.fused)
-    for source, reader in (*record.sources(), *fused):
+    for source, reader in (*record.helpers(), *fused):
         inject.release_input(layer_in(model, source), reader, name)
     for path in record.places:
         if path:

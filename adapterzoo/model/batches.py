@@ -80,6 +80,7 @@ def plan_of_call(
         plan = model._active.plan
         if plan.rows is None:
             return plan, 1
+    _refuse_recorded(model, plan, inputs)
     rows = cast("RowMap", plan.rows)
     named = None if adapter_names is None else f"adapter_names=… names {len(adapter_names)} rows"
     found = _rows_of_inputs(inputs)
@@ -114,6 +115,28 @@ def plan_of_call(
         lengths = frozenset(shape[-1] for shape in shapes) - {count, count * copies}
     entered = rows.enter(count, together, lengths, tasks)
     return dataclasses.replace(plan, rows=entered), rows.repeats
+
+
+def _refuse_recorded(model: AdaptedModel, plan: Plan, inputs: Mapping[str, Any]) -> None:
+    """Refuse to record the output of a router that runs once for each kind of rows.
+
+    Raises:
+        CompositionError: it would be recorded in pieces.
+    """
+    blocks = [path for path in plan.divisions if plan.mixtures[path] == path]
+    if not blocks:
+        return
+    config = config_of(model)
+    records = any(
+        getattr(each, "output_router_logits", False)
+        for each in (config, getattr(config, "text_config", None))
+    )
+    if inputs.get("output_router_logits", records):
+        raise CompositionError(
+            f"{plan.setup!r}: the experts at {blocks[0]!r} run with their router once for each "
+            "adapter, so that its outputs would be recorded in pieces. Write "
+            "output_router_logits=False, or activate one adapter."
+        )
 
 
 def _tasks(
@@ -203,7 +226,7 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
             captures[source] = tuple(dict.fromkeys((*captures.get(source, ()), *readers)))
     paths = dict.fromkeys(path for plan in plans for path in plan.sites)
     exits = [plan.exit for plan in plans if plan.exit is not None]
-    return Plan(
+    joined = Plan(
         BatchSplit(*(plan.setup for plan in plans), batch_sizes=1),
         first.heads,
         {
@@ -213,7 +236,9 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
         captures,
         stacks=frozenset().union(*(plan.stacks for plan in plans)),
         exit=exits[0] if exits else None,
+        mixtures={path: m for plan in plans for path, m in plan.mixtures.items()},
     )
+    return joined.divided(len(plans))
 
 
 def plan_of_name(model: AdaptedModel, name: object) -> Plan:

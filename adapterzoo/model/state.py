@@ -55,6 +55,7 @@ class AdapterRecord:
         trained_on: what its checkpoint records of the base model.
         coming: its modules by path, until they are in the model.
         located: location of the first adapter of a layer → paths of such layers.
+        mixtures: of adapted experts: path and `around`, see `anatomy.Mixture`.
     """
 
     config: AdapterConfig
@@ -64,9 +65,13 @@ class AdapterRecord:
     trained_on: Mapping[str, Any] = field(default_factory=dict)
     coming: Mapping[str, Adapter] = field(default_factory=dict)
     located: Mapping[str, tuple[str, ...]] = field(init=False)
+    mixtures: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         """Collect the paths, which are asked for again with each adapter and head that comes."""
+        sites = (placement.site for own in self.places.values() for placement in own)
+        mixtures = {s.mixture.path: s.mixture.around for s in sites if s.mixture is not None}
+        object.__setattr__(self, "mixtures", mixtures)
         found: dict[str, tuple[str, ...]] = {}
         for path, placements in self.places.items():
             if placements and (location := placements[0].location):
@@ -82,6 +87,12 @@ class AdapterRecord:
             sites = [placement.site for placement in placements]
             yield from dict.fromkeys((s.source, path) for s in sites if s.source is not None)
             yield from dict.fromkeys((s.also, f"+{path}") for s in sites if s.also is not None)
+
+    def helpers(self) -> Iterator[tuple[str, str]]:
+        """Yield (path of a module that helps adapted layers, path of such a layer or mixture)."""
+        yield from self.sources()
+        for path, around in self.mixtures.items():
+            yield from ((helper, path) for helper in {path: None, around: None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,12 +221,54 @@ def test_a_method_is_right_in_a_mixed_step_or_refused(family, text):
     )  # fmt: skip
 
 
+EXPERTS = {
+    "x": 'lora[r=4,target_parameters=["gate_up_proj","down_proj"]]',
+    "y": 'dora[r=4,target_parameters=["experts.down_proj","gate.weight"]]',
+    "z": "lora[r=2,intermediate_lora=True]",
+    "l": "lora[r=4]",
+}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_requests_with_adapters_of_experts_share_steps(family):
+    model = model_of(family, EXPERTS)
+    names = ["x", None, "y", "l", "x", "z", Stack("x", "l"), "y"]
+    given = prompts(3, 5, 11, 1, 19, 9, 7, 4)
+    calls = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    found = batched(model, given, adapter_names=names)
+    hook.remove()
+    assert found == alone(model, given, names)
+    assert len(calls) < 16
+    other = [None if name == "x" else "x" for name in names]
+    assert all(a != b for a, b in zip(found, alone(model, given, other), strict=True))
+
+
+class Scaled(torch.nn.Module):
+    """Computes with a matrix of its own, like parts of models that are no layers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.eye(width))
+
+    def forward(self, x):
+        return x @ self.scale
+
+
 def test_an_adapter_that_must_be_alone_is_right_alone():
-    """Experts read changed weights, which rows of a batch cannot."""
-    model = model_of("mixtral", {"l": "lora[r=4]", "x": 'lora[target_parameters=["gate_up_proj"]]'})
+    """A parameter that a module computes with, which rows of a batch share."""
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.max_position_embeddings = 512
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for layer in plain.model.layers:
+        layer.mlp = torch.nn.Sequential(layer.mlp, Scaled(config.hidden_size))
+    model = init(plain.double()).eval()
+    add(model, "l", "lora[r=4]", 1)
+    add(model, "x", 'lora[r=4,target_parameters=["scale"]]', 2)
     given = prompts(7, 3)
     assert batched(model, given, adapter_names=["x", "x"]) == alone(model, given, ["x", "x"])
-    with pytest.raises(StateError, match=r"'x' adapts .*experts.*Add them when these have ended"):
+    with pytest.raises(StateError, match=r"'x' adapts .*unknown.*Add them when these have ended"):
         batched(model, given, adapter_names=["x", "l"])
     wants = alone(model, given, "xl", 40)
     with Running(model, tokens=40) as running:

@@ -187,6 +187,20 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
     assert sent[0]["status"] == 408
 
 
+def test_adapters_of_experts_are_served_beside_others(tmp_path):
+    experts = "selfattn_lora=False,intermediate_lora=True,output_lora=True"
+    adapters = {"x": f"lora[r=4,{experts}]", "y": f"dora[r=4,{experts}]", "l": "lora[r=4]"}
+    folder, args, wants = written(tmp_path, "mixtral", adapters)
+    server = Server(folder, *args)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            every = list(wants.items()) * 4
+            ask = lambda item: completed(server.complete(item[0], item[1][0]))  # noqa: E731
+            assert list(pool.map(ask, every)) == [want for _, (_, want) in every]
+    finally:
+        server.stop()
+
+
 @pytest.mark.sweep
 def test_what_cannot_be_served_is_said_at_once(tmp_path):
     torch.manual_seed(0)

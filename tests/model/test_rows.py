@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import of_adapter, refused, stir
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -482,16 +483,30 @@ def test_after_a_forward_that_failed_the_next_one_is_right(fails, monkeypatch):
     assert torch.equal(model(**inputs, adapter_names=["f", "c"]).last_hidden_state, expected)
 
 
-def test_layers_that_get_no_batch_are_refused():
-    model = with_adapters("qwen3_moe", {"a": "lora"}, dtype=torch.float32)
-    config = copy.copy(model.adapters_config["a"]).replace(
-        attn_matrices=(), intermediate_lora=True, output_lora=True
-    )
-    model.add_adapter("m", config)
-    inputs = tiny_inputs("qwen3_moe", batch=2)
+class Scaled(nn.Module):
+    """Computes with a matrix of its own, like parts of models that are no layers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.eye(width))
+
+    def forward(self, x):
+        return x @ self.scale
+
+
+def test_parameters_that_all_rows_share_are_refused():
+    torch.manual_seed(0)
+    plain = AutoModel.from_config(tiny_config("llama")).double().eval()
+    for layer in plain.layers:
+        layer.mlp = nn.Sequential(layer.mlp, Scaled(plain.config.hidden_size)).double()
+    model = init(plain)
+    for name, kind in (("a", "lora"), ("m", "lora[target_parameters=['scale']]")):
+        model.add_adapter(name, kind)
+        stir(model, name, std=0.3)
+    inputs = tiny_inputs("llama", batch=2)
     with refused(model, CompositionError, "'m' adapts", "exclude_modules"):
         model(**inputs, adapter_names=["m", "a"])
-    check_rows(model, inputs, ["a", None], atol=1e-5)
+    check_rows(model, inputs, ["a", None], atol=1e-10)
     # all rows alike is no division
     with torch.no_grad():
         found = model(**inputs, adapter_names=["m", "m"]).last_hidden_state

@@ -155,7 +155,8 @@ def test_compositions_and_fusions_are_trained_too(tmp_path):
         same(own, {n: mine[n] for n in own})
 
 
-def test_router_losses_are_those_of_each_alone(tmp_path):
+@pytest.mark.parametrize("more", ["", ",intermediate_lora=True,output_lora=True"])
+def test_router_losses_are_those_of_each_alone(more, tmp_path):
     def make() -> Any:
         torch.manual_seed(0)
         config = tiny_config("mixtral")
@@ -164,7 +165,7 @@ def test_router_losses_are_those_of_each_alone(tmp_path):
             AutoModelForCausalLM.from_config(config, experts_implementation="eager")
         ).double()
         for name in TWO:
-            model.add_adapter(name, "lora[r=4,init_weights='bert']")
+            model.add_adapter(name, f"lora[r=4,init_weights='bert'{more}]")
         return model
 
     many = MultiAdapterTrainer(make())

@@ -252,12 +252,14 @@ def _bound(model: AdaptedModel, path: str, site: Any) -> Any:
 
 def _why_alone(model: AdaptedModel, plan: Plan, names: Sequence[str]) -> str:
     """Return why no other adapters may act in the same step; empty if they may."""
-    records = model._adapter_state.records
+    records, mixed = model._adapter_state.records, set[str]()
     for name in names:
         for path, placements in records[name].places.items():
-            if path in plan.sites and any(p.site.is_routed for p in placements):
-                return f"{name!r} adapts {path!r}, whose input is tokens of experts"
-    for path in plan.sites:
+            routed = [p.site.mixture for p in placements if p.site.is_routed]
+            if path in plan.sites and None in routed:
+                return f"{name!r} adapts {path!r}, where the request of a token is unknown"
+            mixed |= {path} if routed else set()
+    for path in plan.sites.keys() - mixed:
         layer = below_wrappers(layer_in(model, path))
         if isinstance(layer, Adapted) and (layer._read or layer._shown.names):
             return f"the model reads the weight of {path!r}, which {plan.setup!r} changes"
@@ -756,8 +758,8 @@ if is_tested():
                 **logit_processor_kwargs: as transformers takes them.
 
             Returns:
-                The id of the request; None if the manager accepts none, or in a process that does not
-                drive its group.
+                The id of the request; None if the manager accepts none, or in a process that does
+                not drive its group.
 
             Raises:
                 CompositionError: the adapter cannot act in a step with those in flight.

@@ -1,0 +1,87 @@
+"""Mixtures of experts: where it is known which row of the batch a token belongs to.
+
+Experts get tokens in an order of their own. The module that is called with the tokens in the order
+of the batch is usually the one that holds the weights of all experts, and gets the routing of each
+token beside it: the experts of Mixtral and most others. Where the tokens are sorted before (Llama
+4, JetMoE), it is the block around, which takes nothing but its input.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from .patterns import EXPERTS
+from .sites import MLP_ROLES, Mixture, Site
+from .tree import Tree, joined, parent
+
+_NAME = "experts"
+
+
+def mixture_of(tree: Tree, site: Site) -> Mixture | None:
+    """Return where the rows of a routed site's tokens are known; None if they are not.
+
+    Args:
+        tree: of the model.
+        site: of experts, or of a parameter.
+    """
+    steps = site.path.split(".")
+    if _NAME in steps[:-1]:
+        return _at_or_around(tree, ".".join(steps[: steps.index(_NAME) + 1]))
+    if steps[-1] == _NAME or site.parameter in EXPERTS:
+        return _at_or_around(tree, site.path)
+    if site.kind == "experts" and site.role in MLP_ROLES:
+        # its tokens are sorted by expert
+        return _around(tree, site.path)
+    if site.parameter is None:
+        return None
+    # a router computes with its parameters too
+    around = parent(site.path)
+    is_beside = any(_are_experts(tree.modules[path]) for path in _children(tree, around))
+    is_mixture = is_beside or joined(around, _NAME) in tree.modules
+    if not is_mixture or not _arguments(tree.modules[site.path]):
+        return None
+    return Mixture(site.path, around)
+
+
+def _at_or_around(tree: Tree, path: str) -> Mixture | None:
+    """Return the experts at a path if they get the routing of tokens, else the block around."""
+    if len(_arguments(tree.modules[path])) > 1:
+        return Mixture(path, parent(path))
+    return _around(tree, path)
+
+
+def _around(tree: Tree, path: str) -> Mixture | None:
+    """Return the block around experts if it takes nothing but its input."""
+    around = parent(path)
+    is_block = bool(around) and len(_arguments(tree.modules[around])) == 1
+    return Mixture(around, around) if is_block else None
+
+
+def _children(tree: Tree, path: str) -> list[str]:
+    return tree.children(path) if path else []
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return any(
+        name in EXPERTS and tensor is not None and tensor.dim() == 3
+        for name, tensor in module._parameters.items()
+    )
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    """Return the arguments of a module's own forward; none for a list of modules."""
+    cls: Any = type(module)
+    return _arguments_of(getattr(cls, "_plain", cls))
+
+
+@functools.cache
+def _arguments_of(cls: Any) -> tuple[str, ...]:
+    if cls.forward is nn.Module.forward:
+        return ()
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    listed = inspect.signature(cls.forward).parameters.values()
+    return tuple(p.name for p in listed if p.kind not in variable)[1:]
