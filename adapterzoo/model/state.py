@@ -118,6 +118,7 @@ class AdapterState:
         disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
         trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
+        shares_trunk: whether blocks below the first adapter compute equal rows once.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class AdapterState:
     disabled: tuple[Composition, tuple[int, ...]] | None = None
     slot_rank: int | None = None
     trains: bool = False
+    shares_trunk: bool = False
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.
