@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from contextlib import nullcontext
 
 import pytest
 import torch
-from families import VOCABULARY, tiny_config, tiny_inputs
+from architectures.tiny_models import tiny_model
+from families import FAMILIES, VOCABULARY, tiny_config, tiny_inputs
 from snapshots import stir
 from swept import all_but
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,9 +23,11 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    XLMModel,
 )
 
-from adapterzoo import AdapterSetup, MultiTask, Parallel, Stack, init
+from adapterzoo import AdapterSetup, AutoAdapterModel, MultiTask, Parallel, Stack, init
+from adapterzoo.errors import StateError
 
 NAMES = "a", "b", "c"
 THREE = Parallel(*NAMES)
@@ -35,14 +40,17 @@ GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABU
 
 def config_of(family, layers=4):
     if family == "gemma4_text":
-        text = {**tiny_config("llama").to_dict(), "model_type": family, "num_hidden_layers": layers}
-        return AutoConfig.for_model(**{**text, **GEMMA4})
+        sizes = {**FAMILIES["llama"], "num_hidden_layers": layers, **GEMMA4}
+        return AutoConfig.for_model(family, **sizes)
     config = tiny_config(family)
     for name in LAYERS:
         if hasattr(config, name):
             setattr(config, name, layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, *config.layer_types][:layers]
+    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "dropout_rate"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
     # torch has no grouped product of float64
     config._experts_implementation = "eager"
     return config
@@ -213,11 +221,8 @@ def operations(model, inputs, **kwargs):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs, **kwargs)
     counts = counter.get_flop_counts()
-    root = next(iter(name for name in counts if name != "Global"))
-    return [
-        sum(counts[f"{root.partition('.')[0]}.{block.path}"].values())
-        for block in model.anatomy.blocks
-    ]
+    blocks = [f".{block.path}" for block in model.anatomy.blocks]
+    return [sum(sum(n.values()) for at, n in counts.items() if at.endswith(b)) for b in blocks]
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "t5", "vit"])
@@ -366,3 +371,271 @@ def test_merged_adapters_belong_to_it():
         found = model(**inputs_of("bert")).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert model.shared_blocks == (0, 1)
+
+
+# --- in generate and with a cache ---
+
+GENERATING = {
+    "gpt2": AutoModelForCausalLM,
+    "llama": AutoModelForCausalLM,
+    "bloom": AutoModelForCausalLM,
+    "mixtral": AutoModelForCausalLM,
+    "gemma3_text": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "bart": AutoModelForSeq2SeqLM,
+}
+OPTIONS = {
+    "cache": {},
+    "static": {"cache_implementation": "static"},
+    "none": {"use_cache": False},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "chunks": {"prefill_chunk_size": 3},
+    "sampled": {"do_sample": True},
+}
+
+
+def generated(model, inputs, **kwargs):
+    torch.manual_seed(2)
+    given = {name: t for name, t in inputs.items() if name in ("input_ids", "attention_mask")}
+    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    asked |= {"return_dict_in_generate": True, "output_logits": True, **kwargs}
+    with torch.no_grad(), Float64():
+        return model.generate(**given, **asked)
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    all_but(
+        [("llama", "cache"), ("llama", "static"), ("gpt2", "beams"), ("t5", "cache")],
+        [(family, option) for family in GENERATING for option in OPTIONS],
+    ),
+)
+def test_generated_tokens_are_those_without(family, option):
+    auto, options = GENERATING[family], OPTIONS[option]
+    model = with_adapters(family, auto=auto)
+    inputs = inputs_of(family, left=auto is AutoModelForCausalLM)
+    expected = generated(model, inputs, **options)
+    model.share_trunk()
+    found = generated(model, inputs, **options)
+    # the prompt alone has equal rows
+    assert len(model.shared_blocks) == len(model.anatomy.blocks) - 2
+    assert torch.equal(found.sequences, expected.sequences)
+    first = found.logits[0]
+    assert not torch.allclose(first[0], first[len(first) // 3])
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+    # one prompt, several adapters
+    rows = {name: t[[0, 1, 0, 0]] for name, t in inputs.items()}
+    names = ["a", "b", None, "c"]
+    found = generated(model, rows, adapter_names=names, **options)
+    assert len(model.shared_blocks) == len(model.anatomy.blocks) - 2
+    model.share_trunk(False)
+    expected = generated(model, rows, adapter_names=names, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+
+
+def test_an_adapted_encoder_ends_it_for_the_decoder_that_generates():
+    model, inputs = with_adapters("t5", "lora", AutoModelForSeq2SeqLM, free=5), inputs_of("t5")
+    expected = generated(model, inputs)
+    model.share_trunk()
+    found = generated(model, inputs)
+    assert model.shared_blocks == (0, 1, 2)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+
+
+def test_operations_of_a_prompt_are_divided_and_those_of_new_tokens_are_not():
+    model, inputs = with_adapters("llama", auto=AutoModelForCausalLM), inputs_of("llama")
+    prompt = operations(model.eval(), inputs)[:2]
+    counts = []
+    for share in (False, True):
+        model.share_trunk(share)
+        with FlopCounterMode(display=False) as counter:
+            generated(model, inputs)
+        counts.append(counter.get_total_flops())
+    assert counts[0] - counts[1] == sum(prompt) * 2 // 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_the_cache_of_the_trunk_has_all_rows(family):
+    auto = GENERATING[family]
+    model, inputs = with_adapters(family, auto=auto), inputs_of(family)
+    asked = {"use_cache": True, "output_hidden_states": True}
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+
+    def passes():
+        with torch.no_grad():
+            first = model(**inputs, **asked)
+            cache = first["past_key_values"]
+            own = getattr(cache, "self_attention_cache", cache)
+            kept = [t.clone() for layer in own.layers for t in (layer.keys, layer.values)]
+            # two more tokens, of all copies
+            more = {**inputs, name: torch.tensor([[5, 6], [7, 8]])}
+            if name == "input_ids":
+                more["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+            names = inspect.signature(model.forward).parameters
+            own = "cache" if "cache" in names else "past_key_values"
+            second = model(**more, **{own: cache}, **asked)
+        return [*kept, first.logits, second.logits]
+
+    expected = passes()
+    model.share_trunk()
+    found = passes()
+    # the second call goes on from a cache, whose rows may differ
+    assert model.shared_blocks == ()
+    assert all(t.shape[0] == 6 for t in found[:-2])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["bert", "llama", "t5"])
+def test_gradient_checkpointing(family, reentrant):
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModel
+    found = []
+    for share in (False, True):
+        model = with_adapters(family, "lora", auto).train()
+        model.train_adapter(THREE)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.share_trunk(share)
+        kwargs = {"labels": inputs_of(family)["decoder_input_ids"]} if family == "t5" else {}
+        loss = model(**inputs_of(family), use_cache=False, **kwargs)[0].square().sum()
+        # the second time, too
+        loss.backward(retain_graph=not reentrant)
+        if not reentrant:
+            loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert bool(model.shared_blocks) == share
+    assert found[0]
+    # many families compute norms in float32
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_and_their_losses():
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(config_of("bert")).double().eval()
+    for seed, name in enumerate(NAMES):
+        model.add_adapter(name, "seq_bn[leave_out=[0,1]]")
+        stir(model, name, seed, std=0.3)
+    model.add_classification_head("a", num_labels=2)
+    model.add_tagging_head("b", num_labels=3)
+    model.add_classification_head("c", num_labels=4)
+    model.set_active_adapters(THREE)
+    labels = {"a": torch.tensor([0, 1]), "b": torch.ones(2, 7, dtype=torch.long)}
+    labels["c"] = torch.tensor([3, 0])
+    results = []
+    for share in (False, True):
+        model.share_trunk(share)
+        model.zero_grad()
+        outputs = model(**inputs_of("bert"), labels=labels)
+        outputs.loss.backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results.append([*tensors(outputs), *grads])
+    assert model.shared_blocks == (0, 1)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+
+
+def test_labels_of_each_head_are_inputs_of_a_decoder():
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(config_of("t5")).double().eval()
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, f"seq_bn[leave_out={[*range(6)]}]")
+        stir(model, name, seed, std=0.3)
+        model.add_seq2seq_lm_head(name)
+    model.set_active_adapters(Parallel("a", "b"))
+    inputs = inputs_of("t5")
+    del inputs["decoder_input_ids"]
+    labels = {"a": torch.tensor([[5, 6], [7, 8]]), "b": torch.tensor([[9, 3], [4, 2]])}
+    with torch.no_grad(), Float64():
+        expected = model(**inputs, labels=labels)
+        model.share_trunk()
+        found = model(**inputs, labels=labels)
+        assert model.shared_blocks == ()
+        torch.testing.assert_close(tensors(found), tensors(expected), rtol=0, atol=1e-12)
+        same = dict.fromkeys("ab", labels["a"])
+        # one tensor for both
+        found = model(**inputs, labels=labels["a"])
+        assert len(model.shared_blocks) == 6
+        model.share_trunk(False)
+        expected = model(**inputs, labels=same)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=1e-12)
+
+
+# --- the setting ---
+
+
+def test_the_model_is_restored():
+    model = with_adapters("bert")
+    before = [type(module) for module in model.modules()]
+    model.share_trunk()
+    model.share_trunk()
+    assert [type(module) for module in model.modules()] != before
+    model.share_trunk(False)
+    assert [type(module) for module in model.modules()] == before
+    model.share_trunk()
+    # copies, plain models
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(**inputs_of("bert")).last_hidden_state
+        assert torch.equal(twin(**inputs_of("bert")).last_hidden_state, expected)
+    assert twin.shared_blocks == (0, 1)
+    plain = model.unload()
+    assert {type(module).__module__.partition(".")[0] for module in plain.modules()} <= {
+        "torch", "transformers"
+    }  # fmt: skip
+    assert not any(hasattr(module, "_link") for module in plain.modules())
+
+
+def test_it_is_off_by_default_and_one_adapter_shares_nothing():
+    model, inputs = with_adapters("bert"), inputs_of("bert")
+    with torch.no_grad():
+        model(**inputs)
+        assert model.shared_blocks == ()
+        model.share_trunk()
+        model(**inputs)
+        assert model.shared_blocks == (0, 1)
+        # all rows of a batch
+        with AdapterSetup("a"):
+            model(**{name: t[[0, 0]] for name, t in inputs.items()}, adapter_names=None)
+
+
+def test_compiled_code_shares_the_copies_of_parallel():
+    model, inputs = with_adapters("llama"), inputs_of("llama")
+    del inputs["attention_mask"]
+    model.share_trunk()
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).last_hidden_state
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        found = compiled(**inputs, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+# --- what is refused ---
+
+
+def test_models_whose_blocks_are_no_modules_refuse():
+    config = AutoConfig.for_model("xlm", vocab_size=VOCABULARY, emb_dim=32, n_layers=2, n_heads=4)
+    model = init(XLMModel(config))
+    with pytest.raises(StateError, match="Leave share_trunk out"):
+        model.share_trunk()
+    with pytest.raises(StateError, match="Leave share_trunk out"):
+        init(nn.Sequential(nn.Linear(4, 4))).share_trunk()
+
+
+def test_rows_at_another_dimension_are_refused_by_name():
+    # its blocks get several streams, `[streams, rows, tokens, d]`
+    plain, inputs = tiny_model("gemma3n_text")
+    model = init(plain)
+    for name in "ab":
+        model.add_adapter(name, "lora[leave_out=[0]]")
+    model.set_active_adapters(Parallel("a", "b"))
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        model.share_trunk()
+        refusal = r"the block 'layers.0' got .*Write (model.share_trunk\(False\))"
+        with pytest.raises(StateError, match=refusal):
+            model(**inputs)
+        model.share_trunk(False)
+        assert torch.equal(model(**inputs).last_hidden_state, expected)

@@ -149,7 +149,7 @@ def _trunk(model: AdaptedModel, plan: Plan, inputs: Mapping[str, Any], batch: in
     index = (*numbers,) * rows.repeats
     if len({*index}) == len(index):
         return None
-    adapted = set[str]()
+    adapted: set[str] = set()
     for path in (*plan.sites, *plan.captures):
         while path and path not in adapted:
             adapted.add(path)
