@@ -31,6 +31,17 @@ def cached_tokens(given: Mapping[str, Any]) -> int | None:
     return int(cache.get_seq_length()) if counts else None
 
 
+def is_empty(given: Mapping[str, Any]) -> bool:
+    """Return whether a call starts without earlier tokens: it has no cache, or an empty one."""
+    cache = next((c for name in CACHES if (c := given.get(name)) is not None), None)
+    if cache is None:
+        return True
+    linear = getattr(cache, "is_linear", ())
+    if any(linear) and cache.has_previous_state():
+        return False
+    return cached_tokens(given) == 0 or (bool(linear) and all(linear))
+
+
 class _Value(NamedTuple):
     """A value with the state of its sources.
 

@@ -34,6 +34,7 @@ from .composition.prompts import Joined, Prompts
 from .composition.rows import ActiveHeads, RowMap
 from .contracts import Prefix, SharedKey
 from .errors import CompositionError, StateError, listing
+from .trunk import Trunk, resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Plan:
         prompts: the tokens that are added to sequences; None if none are.
         mixtures: of adapted experts: path and `around`, see `anatomy.Mixture`.
         divisions: path of a module of a mixture → how its calls are divided.
+        trunk: the blocks of the running call that compute equal rows once; None if none do.
         divides_batch: whether the next call of the model must divide its batch; false inside such a
             call. A field, not a property: calls without adapters read it too.
     """
@@ -87,6 +89,7 @@ class Plan:
     prompts: Prompts | None = None
     mixtures: Mapping[str, str] = field(default_factory=dict)
     divisions: Mapping[str, Division] = field(default_factory=dict)
+    trunk: Trunk | None = None
     divides_batch: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -248,6 +251,7 @@ class CallContext:
         has_joined: whether a module of the running call has got the tokens that adapters add.
         generation: of the running `generate`.
         prefixes: of running attentions, innermost last.
+        trunk: of the last call.
     """
 
     def __init__(self, default: Default) -> None:
@@ -264,6 +268,7 @@ class CallContext:
         self.captures: dict[str, Tensor] = {}
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
         self.running: list[object] = []
+        self.trunk: Trunk | None = None
 
     @property
     def stack(self) -> RecordedCall:
@@ -431,13 +436,15 @@ class ActiveState(threading.local):
         # compiled code recomputes within its own graph, for which the default plan stays
         if plan is None and not stacks and torch.compiler.is_compiling():
             return None
-        return functools.partial(self._resumed, self.plan, stacks)
+        plan = self.plan
+        has_ended = plan.trunk is not None and plan.trunk.has_ended
+        return functools.partial(self._resumed, plan, stacks, has_ended)
 
     @contextmanager
-    def _resumed(self, plan: Plan, stacks: list[Frame]) -> Iterator[None]:
+    def _resumed(self, plan: Plan, stacks: list[Frame], has_ended: bool) -> Iterator[None]:
         outer, self.call.stacks = self.call.stacks, stacks
         try:
-            with self.overridden(plan):
+            with self.overridden(plan), resumed(plan.trunk, has_ended):
                 yield
         finally:
             self.call.stacks = outer

@@ -339,10 +339,14 @@ class Entry(nn.Identity):
 
 
 class AdaptedBlock(Adapted):
-    """Mixed into the class of the first block."""
+    """Mixed into the class of the first block, and of those that may share a trunk."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on its input as changed by the adapters of the entry."""
+        link = self._link
+        trunk = link.active.plan.trunk
+        if trunk is not None and trunk.takes(link.path):
+            return trunk.run(link.path, super().forward, args, kwargs)
         entry = self._modules.get(ENTRY)
         if entry is None:
             return super().forward(*args, **kwargs)
@@ -384,6 +388,35 @@ def close_entry(model: nn.Module, path: str) -> None:
     if isinstance(block, AdaptedBlock) and type(block._modules[ENTRY]) is Entry:
         del block._modules[ENTRY]
         block._link.helps.discard((path, ""))
+        restore(block)
+
+
+_SHARES = "trunk", ""
+
+
+def share_block(block: nn.Module, path: str, active: ActiveState) -> None:
+    """Let a block run once for equal rows, in calls whose plan has a trunk.
+
+    Args:
+        block: of the model.
+        path: of the block, as plans name it.
+        active: the model's.
+
+    Raises:
+        StateError: the block is an attention or embedding with adapters.
+    """
+    if isinstance(block, Adapted) and block._kind not in (None, AdaptedBlock):
+        raise StateError(
+            f"the block {path!r} is a layer with adapters. Write delete_adapter(…) first."
+        )
+    swap(block, active, path, kind=AdaptedBlock)
+    cast("Adapted", block)._link.helps.add(_SHARES)
+
+
+def unshare_block(block: nn.Module) -> None:
+    """Undo `share_block`."""
+    if isinstance(block, Adapted):
+        block._link.helps.discard(_SHARES)
         restore(block)
 
 

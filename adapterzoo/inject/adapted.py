@@ -212,10 +212,13 @@ class Adapted(nn.Module):
         if site is None:
             if plan.setup is None:
                 return super().forward(*args, **kwargs)
-        elif site.only is not None and args and not self._read:
-            base = self._call(self, super().forward, args, kwargs, None, active.call)
-            y = site.only(args[0], base)
-            return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
+        else:
+            if plan.trunk is not None:
+                plan.trunk.end()
+            if site.only is not None and args and not self._read:
+                base = self._call(self, super().forward, args, kwargs, None, active.call)
+                y = site.only(args[0], base)
+                return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
         if plan.divisions and (division := plan.divisions.get(link.path)) is not None:
@@ -298,7 +301,10 @@ class Adapted(nn.Module):
         """Return what is active, its plan, and what the plan evaluates here."""
         active = self._link.active
         plan = active.plan
-        return active, plan, plan.sites.get(self._link.path)
+        site = plan.sites.get(self._link.path)
+        if site is not None and plan.trunk is not None:
+            plan.trunk.end()
+        return active, plan, site
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""

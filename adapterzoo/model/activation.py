@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self, cast
 
+from adapterzoo import inject
 from adapterzoo.anatomy import HEAD
 from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
@@ -293,6 +294,38 @@ def check_layers(
             f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write {argument}=[0, 1]."
         )
     return numbers
+
+
+# --- the shared trunk ---
+
+
+def share_trunk(model: AdaptedModel, share: bool) -> None:
+    """Let the blocks below the first adapter compute equal rows once, or all rows again.
+
+    Raises:
+        StateError: the blocks are no modules, or layers with adapters.
+    """
+    blocks = model.anatomy.blocks
+    if share and (not blocks or any(block.output != block.path for block in blocks)):
+        why = model.anatomy.reason or "its blocks are not modules of their own"
+        raise StateError(f"the model has no blocks to share: {why}. Leave share_trunk out.")
+    with ExitStack() as undo:
+        for block in blocks:
+            module = layer_in(model, block.path)
+            if not share:
+                inject.unshare_block(module)
+                continue
+            inject.share_block(module, block.path, model._active)
+            undo.callback(inject.unshare_block, module)
+        undo.pop_all()
+    model._adapter_state.shares_trunk = share
+
+
+def shared_blocks(model: AdaptedModel) -> tuple[int, ...]:
+    """Return the numbers of the blocks that ran once for equal rows in the last call."""
+    trunk = model._active.call.trunk
+    paths = () if trunk is None else trunk.blocks
+    return tuple(block.layer for block in model.anatomy.blocks if block.path in paths)
 
 
 # --- what is refused ---

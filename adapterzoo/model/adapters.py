@@ -26,7 +26,7 @@ from adapterzoo.methods._copies import WITH_OUTPUTS, all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
-from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
+from .activation import check_setup, refuse_taken, refuse_used, replan, set_active, share_trunk
 from .heads import copies
 from .heads.copies import refuse_both, refuse_own_size
 from .heads.named import release, share_table
@@ -392,6 +392,8 @@ def remove_all(model: AdaptedModel) -> None:
     """Remove every adapter and fusion; merged weights stay merged."""
     state = model._adapter_state
     model._active.default.plan = Plan(None, model._active.default.plan.heads)
+    if state.shares_trunk:
+        share_trunk(model, False)
     for name, fusion in state.fusions.items():
         copies.take(model, fusion_key(name))
         for path in fusion.paths:

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from adapterzoo.anatomy import HEAD
+from adapterzoo.anatomy.tree import parent
+from adapterzoo.caches import is_empty
 from adapterzoo.composition import BatchSplit, Composition, parse
 from adapterzoo.composition.compile import join_sites
 from adapterzoo.composition.rows import RowMap, has_rows, numbered
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
+from adapterzoo.heads import head_types
 from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
+from adapterzoo.trunk import Trunk
 
 from .activation import make_plan
 from .heads.named import for_rows, for_setup
@@ -114,7 +120,82 @@ def plan_of_call(
         shapes = (t.shape for t in ids if isinstance(t, Tensor) and t.dim() > 1)
         lengths = frozenset(shape[-1] for shape in shapes) - {count, count * copies}
     entered = rows.enter(count, together, lengths, tasks)
-    return dataclasses.replace(plan, rows=entered), rows.repeats
+    trunk = _trunk(model, plan, inputs, batch) if model._adapter_state.shares_trunk else None
+    model._active.call.trunk = trunk
+    return dataclasses.replace(plan, rows=entered, trunk=trunk), rows.repeats
+
+
+def _trunk(model: AdaptedModel, plan: Plan, inputs: Mapping[str, Any], batch: int) -> Trunk | None:
+    """Return the trunk of a call; None if no rows are equal.
+
+    Args:
+        model: that is called.
+        plan: for the call.
+        inputs: by name, not yet repeated.
+        batch: their rows.
+
+    Raises:
+        StateError: compiled code cannot compare them.
+    """
+    rows, unread = cast("RowMap", plan.rows), set(_NO_ROWS)
+    labels = {name for cls in head_types.values() for name in cls.label_names}
+    if not getattr(config_of(model), "is_encoder_decoder", False):
+        unread |= labels
+    elif any(isinstance(inputs.get(name), (Mapping, list, tuple)) for name in labels):
+        # the decoder reads those of each head
+        return None
+    numbers: Sequence[int] = range(batch)
+    if rows.repeats == 1:
+        numbers = _equal_rows([v for n, v in inputs.items() if n not in unread], batch)
+    index = (*numbers,) * rows.repeats
+    if len({*index}) == len(index):
+        return None
+    adapted: set[str] = set()
+    for path in (*plan.sites, *plan.captures):
+        while path and path not in adapted:
+            adapted.add(path)
+            path = parent(path)
+    return Trunk(index, frozenset(adapted))
+
+
+def _equal_rows(inputs: Sequence[Any], batch: int) -> list[int]:
+    """Return a number for each row of a call's inputs; equal rows have equal ones."""
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+    with_rows = [t for t in tensors if t.dim() > 0 and t.shape[0] == batch]
+    if torch.compiler.is_compiling():
+        raise StateError(
+            "share_trunk: compiled code cannot see which rows are equal. Write "
+            "set_active_adapters(Parallel('a', 'b')), or model.share_trunk(False)."
+        )
+    # a gradient would reach one of the equal rows alone
+    if any(t.requires_grad for t in with_rows):
+        return [*range(batch)]
+    columns = [t.reshape(batch, -1).unique(dim=0, return_inverse=True)[1] for t in with_rows]
+    if not columns:
+        return [*range(batch)]
+    first = columns[0]
+    together = torch.stack([column.to(first.device) for column in columns], 1)  # [batch, inputs]
+    return cast("list[int]", together.unique(dim=0, return_inverse=True)[1].tolist())
+
+
+@contextmanager
+def trunk_started(model: AdaptedModel, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Start the trunk of a call, if it has one, for a forward pass.
+
+    Later passes of `generate`, and those that go on from a cache, have rows that differ.
+
+    Args:
+        model: that runs.
+        inputs: of the pass, by name.
+    """
+    active = model._active
+    plan, generation = active.plan, active.call.generation
+    if plan.trunk is None:
+        yield
+        return
+    is_first = (generation is None or generation.new == 0) and is_empty(inputs)
+    with active.overridden(dataclasses.replace(plan, trunk=plan.trunk.started(is_first))):
+        yield
 
 
 def _refuse_recorded(model: AdaptedModel, plan: Plan, inputs: Mapping[str, Any]) -> None:

@@ -473,6 +473,31 @@ class AdapterModelMixin:
         """
         return training.cached_adapters(self)
 
+    def share_trunk(self, share: bool = True) -> None:
+        """Run the blocks before the first adapter once for equal rows of a batch.
+
+        Rows are equal in the copies of the batch that `Parallel` makes, and where rows with
+        different adapters have the same inputs, such as one prompt with `adapter_names`. Outputs
+        and gradients stay the same, up to rounding; in training, copies share the dropout of these
+        blocks. `generate` shares the prompt, from which on rows differ. The setting applies to
+        all threads, and is not saved.
+
+        Args:
+            share: False: all blocks compute all rows.
+
+        Raises:
+            StateError: the model has no blocks that are modules of their own.
+        """
+        activation.share_trunk(self, share)
+
+    @property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """Numbers of the blocks that ran once for equal rows in the last call of this thread.
+
+        Of calls whose rows have different adapters, others do not count.
+        """
+        return activation.shared_blocks(self)
+
     # --- train ---
 
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:

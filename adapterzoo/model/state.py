@@ -133,6 +133,7 @@ class AdapterState:
         slot_rank: the rank that adapters get when they are loaded; None: their own.
         pool: what fills slots at the layers, see `slots.Pool`; None: there are none.
         trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
+        shares_trunk: whether blocks below the first adapter compute equal rows once.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class AdapterState:
     slot_rank: int | None = None
     pool: Any = None
     trains: bool = False
+    shares_trunk: bool = False
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.

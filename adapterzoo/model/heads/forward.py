@@ -28,7 +28,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.inject.tokens import recorded_call
-from adapterzoo.model.batches import batch_size, repeated
+from adapterzoo.model.batches import batch_size, repeated, trunk_started
 from adapterzoo.model.hf.task_classes import text_config
 
 from . import named
@@ -277,7 +277,8 @@ def forward(
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         given = {"input_ids": inputs.get("input_ids"), **labels, "attention_mask": inputs.get(name)}
-        return _answer(model, BaseCall(model), active, used, return_dict, inputs, given)
+        with trunk_started(model, inputs):
+            return _answer(model, BaseCall(model), active, used, return_dict, inputs, given)
 
     if model._active.plan.prompts is None:
         return run(inputs, labels)

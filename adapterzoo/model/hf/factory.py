@@ -237,6 +237,9 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
                 args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
             with self._active.overridden(plan):
                 return method(self, *args, **kwargs)
+        if plan.trunk is not None and not plan.trunk.is_started:
+            with batches.trunk_started(self, batches.named_inputs(positions, args, kwargs)):
+                return method(self, *args, **kwargs)
         model = self.base_model if on_base else self
         if not plan.stacks:
             return plain(model, *args, **kwargs)

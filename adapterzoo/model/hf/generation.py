@@ -181,7 +181,10 @@ def counting(cls: Any) -> None:
 
     @functools.wraps(plain)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation = self._active.call.generation
+        generation, trunk = self._active.call.generation, self._active.plan.trunk
+        if trunk is not None:
+            # before, encoders alone get the inputs of the call
+            trunk.is_running = False
         if generation is not None:
             ids = args[0] if args else next(iter(kwargs.values()))
             name = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"

@@ -1,0 +1,406 @@
+"""The shared trunk: blocks that run before the first adapter compute equal rows of a batch once.
+
+As multi-task inference of AdapterDrop: Rücklé et al. 2021, arXiv:2010.11918, §3.1.2.
+
+`Parallel` repeats the batch at the start of the model, and a mixed batch may have a prompt several
+times. Up to the first adapter equal rows stay equal. A block f is a function of rows, so with the
+distinct rows u of a batch x = u[index],
+
+    f(x) = f(u)[index].
+
+Only the blocks see fewer rows. All that is between them gets those of the whole batch: embeddings,
+masks, positions, hidden states that are returned. A block writes the keys and values of all rows to
+a cache, which is then the same as without the trunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Never
+
+import torch
+from torch import Tensor, nn
+from transformers import cache_utils
+
+from .errors import StateError
+from .kernels.grouped import on_device
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:
+    # older versions collect outputs of inner modules otherwise
+    output_capturing = None  # type: ignore[assignment]
+
+# caches and their layers
+_CACHES = tuple(
+    getattr(cache_utils, name)
+    for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+    if hasattr(cache_utils, name)
+)
+# values of arguments that have no rows
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, nn.Module)
+# relative difference of equal rows that were computed in different places of a batch, at most
+_ROUNDING = 1e-2
+_ADVICE = "Write model.share_trunk(False)"
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """The distinct rows of a batch.
+
+    Attributes:
+        first: the first of the equal rows, for each distinct one.
+        index: the number of its distinct row, for each row.
+    """
+
+    first: tuple[int, ...]
+    index: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Distinct:
+        """Return the distinct rows of a batch.
+
+        Args:
+            numbers: of each row; equal rows have equal ones.
+        """
+        places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+        index = tuple(places[number] for number in numbers)
+        return cls(tuple(index.index(place) for place in range(len(places))), index)
+
+    def taken(self, t: Tensor) -> Tensor:
+        """Return the distinct rows of a tensor `[rows, …]`."""
+        count = len(self.first)
+        if self.first == tuple(range(count)):
+            return t.narrow(0, 0, count)  # [distinct, …]
+        return t.index_select(0, on_device(self.first, torch.int64, t.device))  # [distinct, …]
+
+    def spread(self, t: Tensor) -> Tensor:
+        """Return all rows of a tensor `[distinct, …]`; the inverse of `taken`."""
+        times, rest = divmod(len(self.index), t.shape[0])
+        # the backward of this one sums in a fixed order
+        if not rest and self.index == tuple(range(t.shape[0])) * times:
+            return t.repeat(times, *(1 for _ in t.shape[1:]))  # [rows, …]
+        return t.index_select(0, on_device(self.index, torch.int64, t.device))  # [rows, …]
+
+    def hold(self, t: Tensor) -> bool:
+        """Return whether the equal rows of a tensor `[rows, …]` are equal, up to rounding."""
+        again = self.spread(self.taken(t))
+        if not t.is_floating_point():
+            return torch.equal(t, again)
+        # the difference of two infinities, as masks have them, is none
+        differs = (t - again).nan_to_num(0.0).abs()
+        largest = t.nan_to_num(0.0, 0.0, 0.0).abs()
+        return not t.numel() or bool(differs.amax() <= _ROUNDING * largest.amax())
+
+
+@dataclass(slots=True, eq=False)
+class Trunk:
+    """The blocks of one call that run once for equal rows.
+
+    Attributes:
+        index: the number of the input of each row; rows with equal inputs have equal numbers.
+        adapted: paths of the modules that are, or contain, sites of the call's adapters.
+        blocks: paths of the blocks that have run once for equal rows.
+        is_running: whether rows with equal inputs are equal now.
+        is_started: whether a forward pass has decided that.
+        has_ended: whether an adapter has acted.
+        running: path of the running block; empty outside of one.
+    """
+
+    index: tuple[int, ...]
+    adapted: frozenset[str]
+    blocks: dict[str, None] = field(default_factory=dict)
+    is_running: bool = True
+    is_started: bool = False
+    has_ended: bool = False
+    running: str = ""
+
+    def started(self, is_running: bool) -> Trunk:
+        """Return the trunk of one forward pass of a call that may have several.
+
+        Args:
+            is_running: whether the pass is one over the inputs of the call.
+        """
+        return replace(self, is_running=is_running, is_started=True)
+
+    def end(self) -> None:
+        """Note that an adapter acts.
+
+        Raises:
+            StateError: it does so in a block of the trunk.
+        """
+        if self.running:
+            raise StateError(
+                f"share_trunk: the block {self.running!r} calls a layer of another block, which an "
+                f"adapter changes. {_ADVICE}."
+            )
+        self.has_ended = True
+
+    def takes(self, path: str) -> bool:
+        """Return whether a block of the model belongs to the trunk.
+
+        Args:
+            path: of the block.
+        """
+        if path in self.adapted:
+            self.has_ended = True
+        return self.is_running and not self.has_ended and not self.running
+
+    def run(
+        self,
+        path: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a block on the distinct rows.
+
+        Args:
+            path: of the block.
+            forward: of the block.
+            args: its inputs for all rows.
+            kwargs: its inputs by name.
+
+        Returns:
+            Its outputs for all rows.
+
+        Raises:
+            StateError: the rows of an input are not known.
+        """
+        call = _BlockCall.of(path, self.index, args[0] if args else next(iter(kwargs.values())))
+        few = [call.taken(value, f"input {number}") for number, value in enumerate(args)]
+        few_named = {name: call.taken(value, name) for name, value in kwargs.items()}
+        collected = _collected()
+        counts = {name: len(values) for name, values in collected.items()}
+        self.running = path
+        try:
+            out = forward(*few, **few_named)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if isinstance(error, (StateError, torch.OutOfMemoryError)):
+                raise
+            # an input whose rows are not at its first dimension
+            _refuse(path, f"failed on {len(call.rows.first)} rows ({error})", error)
+        finally:
+            self.running = ""
+        self.blocks[path] = None
+        for name, count in counts.items():
+            values = collected[name]
+            values[count:] = [call.spread(value) for value in values[count:]]
+        return call.output(out)
+
+
+@contextmanager
+def resumed(trunk: Trunk | None, has_ended: bool) -> Iterator[None]:
+    """Let a block run as it did first, when gradient checkpointing runs it again.
+
+    Args:
+        trunk: of the call; None without one.
+        has_ended: whether an adapter had acted before the block ran first.
+    """
+    if trunk is None:
+        yield
+        return
+    before, trunk.has_ended = trunk.has_ended, has_ended
+    try:
+        yield
+    finally:
+        trunk.has_ended |= before
+
+
+class _BlockCall(NamedTuple):
+    """One call of a block of the trunk.
+
+    Attributes:
+        path: of the block.
+        rows: of the call.
+        x: the hidden states, `[rows, tokens, d]` or with several dimensions of tokens.
+    """
+
+    path: str
+    rows: Distinct
+    x: Tensor
+
+    @classmethod
+    def of(cls, path: str, index: tuple[int, ...], x: Any) -> _BlockCall:
+        """Return the call of a block.
+
+        Args:
+            path: of the block.
+            index: see `Trunk`.
+            x: its first input.
+
+        Raises:
+            StateError: it does not have the rows of the batch.
+        """
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        times = x.shape[0] // len(index) if isinstance(x, Tensor) and x.dim() > 1 else 0
+        if not times or x.shape[0] % len(index):
+            _refuse(path, f"got {shape}, not {len(index)} rows")
+        # beams, or frames of a video, of each row
+        numbers = [number * times + copy for number in index for copy in range(times)]
+        call = cls(path, Distinct.of(numbers), x)
+        if (times > 1 or x.dim() != 3) and not call._holds(x, "hidden states"):
+            _refuse(path, f"got {shape}, of which the first dimension is not the {len(index)} rows")
+        return call
+
+    def taken(self, value: Any, name: str) -> Any:
+        """Return an input for the distinct rows.
+
+        Args:
+            value: the input for all rows.
+            name: of it.
+        """
+        if isinstance(value, Tensor):
+            return self._taken(value, name)
+        if isinstance(value, _CACHES):
+            return _CacheOfRows(value, self.rows)
+        if isinstance(value, MutableMapping):
+            return _Written(self, value, name)
+        if isinstance(value, (tuple, list)):
+            parts = [self.taken(each, f"{name}[{n}]") for n, each in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if not isinstance(value, _PLAIN) and not callable(value):
+            _refuse(self.path, f"got {name}, a {type(value).__name__}, whose rows are not known")
+        return value
+
+    def _taken(self, t: Tensor, name: str) -> Tensor:
+        count = len(self.rows.index)
+        if t is self.x:
+            return self.rows.taken(t)
+        if not t.dim() or not t.shape[0] or t.shape[0] % count:
+            return t
+        if t.shape[0] > count:
+            # heads, or tokens, of each row
+            split = t.view(count, -1, *t.shape[1:])
+            return self.rows.taken(split).flatten(0, 1) if self._holds(split, name) else t
+        tokens = self.x.shape[1]
+        like_states = t.dim() == self.x.dim() and t.shape[-1] == self.x.shape[-1]
+        has_tokens = t.dim() > 1 and t.shape[1] == tokens and count != tokens
+        # others of this length may be tables without rows
+        certain = t.dim() > 3 or like_states or has_tokens
+        return self.rows.taken(t) if certain or self._holds(t, name) else t
+
+    def _holds(self, t: Tensor, name: str) -> bool:
+        if torch.compiler.is_compiling():
+            _refuse(self.path, f"got {name} {list(t.shape)}, whose rows compiled code cannot find")
+        return self.rows.hold(t)
+
+    def spread(self, value: Any) -> Any:
+        """Return an output for all rows.
+
+        Args:
+            value: the output for the distinct rows.
+        """
+        if isinstance(value, Tensor):
+            few, tokens = len(self.rows.first), self.x.shape[1]
+            if value.dim() and value.shape[0] == few:
+                return self.rows.spread(value)
+            if value.dim() == 2 and value.shape[0] == few * tokens:
+                # each token of each row, such as the logits of a router
+                split = value.view(few, tokens, -1)
+                return self.rows.spread(split).flatten(0, 1)  # [rows · tokens, …]
+            return value
+        if type(value) is _CacheOfRows:
+            return value._whole
+        if isinstance(value, Mapping):
+            made = {key: self.spread(each) for key, each in value.items()}
+            return made if type(value) is dict else type(value)(**made)
+        if isinstance(value, (tuple, list)):
+            parts = [self.spread(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    def output(self, out: Any) -> Any:
+        """Return the output of the block for all rows.
+
+        Args:
+            out: the output for the distinct rows.
+        """
+        y = out
+        while isinstance(y, (tuple, list, Mapping)) and y:
+            y = next(iter(y.values())) if isinstance(y, Mapping) else y[0]
+        few = len(self.rows.first)
+        if not isinstance(y, Tensor) or not y.dim() or y.shape[0] != few:
+            shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            _refuse(self.path, f"made {shape} of {few} rows")
+        return self.spread(out)
+
+
+class _Written(dict[Any, Any]):
+    """A dict for the distinct rows; what a block writes into it is written for all rows too."""
+
+    def __init__(self, call: _BlockCall, whole: MutableMapping[Any, Any], name: str) -> None:
+        super().__init__({key: call.taken(v, f"{name}[{key!r}]") for key, v in whole.items()})
+        self._call = call
+        self._whole = whole
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._whole[key] = self._call.spread(value)
+
+
+class _CacheOfRows:
+    """A cache of all rows, or a layer of it, as a block sees it that gets the distinct rows.
+
+    Its methods take and return tensors of the distinct rows.
+    """
+
+    __slots__ = ("_rows", "_whole")
+
+    def __init__(self, whole: Any, rows: Distinct) -> None:
+        object.__setattr__(self, "_whole", whole)
+        object.__setattr__(self, "_rows", rows)
+
+    @property  # type: ignore[misc]  # a read-only one
+    def __class__(self) -> Any:
+        # blocks look for caches of encoder–decoders
+        return type(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._whole, name)
+        if not inspect.ismethod(value):
+            return self._seen(value)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            given = [self._all(value) for value in args]
+            named = {name: self._all(value) for name, value in kwargs.items()}
+            return self._seen(value(*given, **named))
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._whole, name, self._all(value))
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            has_rows = value.dim() > 2 and value.shape[0] == len(self._rows.index)
+            return self._rows.taken(value) if has_rows else value
+        if isinstance(value, _CACHES):
+            return _CacheOfRows(value, self._rows)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._seen, value))
+        return value
+
+    def _all(self, value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 2
+        is_few = has_rows and value.shape[0] == len(self._rows.first)
+        return self._rows.spread(value) if is_few else value
+
+
+def _collected() -> Mapping[str, list[Any]]:
+    """Return the outputs of inner modules that transformers is collecting, such as attentions."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    # compiled code cannot read a context variable, for which transformers then has another
+    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+        return {}
+    return {name: own for name, own in (collector.get() or {}).items() if isinstance(own, list)}
+
+
+def _refuse(path: str, why: str, cause: Exception | None = None) -> Never:
+    raise StateError(f"share_trunk: the block {path!r} {why}. {_ADVICE}.") from cause
