@@ -693,7 +693,7 @@ if is_tested():
                 **logit_processor_kwargs: as transformers takes them.
 
             Returns:
-                The id of the request; None if the manager accepts none, or in a process that does not
+                The id of the request; None if the manager takes none, or in a process that does not
                 drive its group.
 
             Raises:
