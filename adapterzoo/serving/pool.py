@@ -191,6 +191,8 @@ class AdapterPool:
             raise ConfigError(f"slots={slots!r} is not a number of slots. Write slots=8.")
         self.model: AdaptedModel = model
         self._dtype = dtype
+        # what files say of their base models; comparing takes some time
+        self._bases: set[str] = set()
         folders = self._named(adapters)
         wide = [AdapterConfig.load(config) for config in configs]
         own = {name: self._config(name, found) for name, found in folders.items()}
@@ -253,7 +255,7 @@ class AdapterPool:
         return named
 
     def _config(self, name: str, found: Found) -> AdapterConfig:
-        """Return the config of an adapter; warn if it was trained on another base model.
+        """Return the config of an adapter; warn, once, of another base model than this one.
 
         Raises:
             CheckpointError: it does not fit the model.
@@ -261,7 +263,10 @@ class AdapterPool:
         """
         record = checkpointing.compared(self.model, found.stored, dtype=self._dtype).record
         _slots.check_batched(repr(name), record)
-        base.warn_of_another(self.model, found.stored.metadata, name)
+        said = repr(base.entries_in(found.stored.metadata))
+        if said not in self._bases:
+            self._bases.add(said)
+            base.warn_of_another(self.model, found.stored.metadata, name)
         return record.config
 
     def _shelf_of(self, name: str, config: AdapterConfig) -> int:
