@@ -270,14 +270,8 @@ def test_experts_of_dbrx_whose_parameters_another_module_reads():
 
 def test_compositions():
     model, inputs = tiny("mixtral")
-    names = [
-        Stack("a", "c"),
-        "a",
-        Average("a", "b", weights=[0.3, 0.7]),
-        None,
-        Stack("d", "b"),
-        "c",
-    ]
+    average = Average("a", "b", weights=[0.3, 0.7])
+    names = [Stack("a", "c"), "a", average, None, Stack("d", "b"), Stack("a", "c")]
     check_rows(model, inputs, names)
 
 
@@ -393,6 +387,14 @@ def test_outputs_of_routers_that_run_once_for_each_adapter(model_type):
         model(**inputs, adapter_names=names, output_router_logits=True)
     model(**inputs, adapter_names=names, output_router_logits=False)
     model(**inputs, adapter_names=["a"] * 6, output_router_logits=True)
+
+
+def test_an_adapter_in_a_divided_block_that_reads_the_call():
+    reads = LoRAConfig(target_modules=["shared_expert.up_proj"], alora_invocation_tokens=[20], r=2)
+    model, inputs = tiny("llama4_text", {**ADAPTERS, "r": reads})
+    with pytest.raises(CompositionError, match=r"'layers\.0\.feed_forward'.* reads the call"):
+        model(**inputs, adapter_names=["a", "r", "b", None, "a", "r"])
+    model(**inputs, adapter_names=["r", "d", "r", None, "d", "r"])
 
 
 def test_a_block_that_is_called_alone_does_not_know_the_rows():
