@@ -30,6 +30,7 @@ MARKS = [
 ]
 
 POSITIONS = 128
+WORDS = 90
 # two of one kind
 ADAPTERS = {"a": "lora[r=4]", "b": "seq_bn", "c": "dora[r=4]", "d": "lora[r=8,alpha=4]"}
 
@@ -41,7 +42,7 @@ def words(*numbers):
 def tokenizer():
     """One token for each word."""
     special = {0: "<pad>", 1: "<eos>", 2: "<unk>"}
-    table = {special.get(i, f"w{i}"): i for i in range(90)}
+    table = {special.get(i, f"w{i}"): i for i in range(WORDS)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made = PreTrainedTokenizerFast(
@@ -126,7 +127,10 @@ def written(folder, family="llama", adapters=ADAPTERS):
         ids = list(range(10 + 7 * number, 16 + 9 * number))
         model.set_active_adapters(name)
         out = model.generate(torch.tensor([ids]), max_new_tokens=6)[0, len(ids) :].tolist()
-        wants["tiny" if name is None else f"tiny:{name}"] = words(*ids), [t for t in out if t > 2]
+        wants["tiny" if name is None else f"tiny:{name}"] = (
+            words(*ids),
+            [t for t in out if 2 < t < WORDS],
+        )
     assert len({tuple(tokens) for _, tokens in wants.values()}) == len(wants)
     return folder, args, wants
 

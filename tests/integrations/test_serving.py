@@ -19,6 +19,7 @@ from served import (
     ADAPTERS,
     MARKS,
     POSITIONS,
+    WORDS,
     Server,
     completed,
     is_well,
@@ -249,7 +250,7 @@ def test_the_model_holds_adapters_that_cannot_act_in_slots(served, tmp_path):
     try:
         found = completed(other.complete("tiny:k", words(*ids)))
         # the others are no words
-        assert found == [token for token in want if 2 < token < 90]
+        assert found == [token for token in want if 2 < token < WORDS]
         prompt, tokens = wants["tiny:a"]
         assert completed(other.complete("tiny:a", prompt)) == tokens
         assert other.get("/metrics")[0] == 404
