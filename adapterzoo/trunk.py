@@ -85,13 +85,21 @@ class Distinct:
             return t.repeat(times, *(1 for _ in t.shape[1:]))  # [rows, …]
         return t.index_select(0, on_device(self.index, torch.int64, t.device))  # [rows, …]
 
-    def hold(self, t: Tensor) -> bool:
-        """Return whether the equal rows of a tensor `[rows, …]` are equal, up to rounding."""
+    def hold(self, t: Tensor, drops: bool = False) -> bool:
+        """Return whether the equal rows of a tensor `[rows, …]` are equal, up to rounding.
+
+        Args:
+            t: the tensor.
+            drops: whether dropout may have set some numbers to 0.
+        """
+        t = t.detach()
         again = self.spread(self.taken(t))
         if not t.is_floating_point():
             return torch.equal(t, again)
         # the difference of two infinities, as masks have them, is none
         differs = (t - again).nan_to_num(0.0).abs()
+        if drops:
+            differs = differs.where((t != 0) & (again != 0), 0.0)
         largest = t.nan_to_num(0.0, 0.0, 0.0).abs()
         return not t.numel() or bool(differs.amax() <= _ROUNDING * largest.amax())
 
@@ -108,6 +116,7 @@ class Trunk:
         is_started: whether a forward pass has decided that.
         has_ended: whether an adapter has acted.
         running: path of the running block; empty outside of one.
+        checked: paths of the stacks whose first block has run.
     """
 
     index: tuple[int, ...]
@@ -117,6 +126,7 @@ class Trunk:
     is_started: bool = False
     has_ended: bool = False
     running: str = ""
+    checked: set[str] = field(default_factory=set)
 
     def started(self, is_running: bool) -> Trunk:
         """Return the trunk of one forward pass of a call that may have several.
@@ -124,7 +134,7 @@ class Trunk:
         Args:
             is_running: whether the pass is one over the inputs of the call.
         """
-        return replace(self, is_running=is_running, is_started=True)
+        return replace(self, is_running=is_running, is_started=True, checked=set())
 
     def end(self) -> None:
         """Note that an adapter acts.
@@ -171,6 +181,10 @@ class Trunk:
             StateError: the rows of an input are not known.
         """
         call = _BlockCall.of(path, self.index, args[0] if args else next(iter(kwargs.values())))
+        stack = path.rpartition(".")[0]
+        if stack not in self.checked:
+            call.check()
+            self.checked.add(stack)
         few = [call.taken(value, f"input {number}") for number, value in enumerate(args)]
         few_named = {name: call.taken(value, name) for name, value in kwargs.items()}
         collected = _collected()
@@ -241,10 +255,20 @@ class _BlockCall(NamedTuple):
             _refuse(path, f"got {shape}, not {len(index)} rows")
         # beams, or frames of a video, of each row
         numbers = [number * times + copy for number in index for copy in range(times)]
-        call = cls(path, Distinct.of(numbers), x)
-        if (times > 1 or x.dim() != 3) and not call._holds(x, "hidden states"):
-            _refuse(path, f"got {shape}, of which the first dimension is not the {len(index)} rows")
-        return call
+        return cls(path, Distinct.of(numbers), x)
+
+    def check(self) -> None:
+        """Check that equal rows are still equal before the first block.
+
+        Raises:
+            StateError: their states have differed at random, or another dimension has the rows.
+        """
+        if not torch.compiler.is_compiling() and not self.rows.hold(self.x, drops=True):
+            _refuse(
+                self.path,
+                f"got {list(self.x.shape)}, whose first dimension is not that of the rows, or "
+                "equal rows of which differ at random",
+            )
 
     def taken(self, value: Any, name: str) -> Any:
         """Return an input for the distinct rows.

@@ -639,3 +639,24 @@ def test_rows_at_another_dimension_are_refused_by_name():
             model(**inputs)
         model.share_trunk(False)
         assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+def test_equal_rows_that_become_random_are_refused_unless_by_dropout():
+    # it hides other patches of each copy
+    plain, inputs = tiny_model("vit_mae")
+    model = init(plain)
+    for name in "ab":
+        model.add_adapter(name, "lora[leave_out=[0]]")
+    model.set_active_adapters(Parallel("a", "b"))
+    model.share_trunk()
+    with torch.no_grad(), pytest.raises(StateError, match="differ at random"):
+        model(**inputs)
+    model = init(AutoModel.from_config(tiny_config("bert"))).train()
+    for name in "ab":
+        model.add_adapter(name, "lora[leave_out=[0]]")
+    model.set_active_adapters(Parallel("a", "b"))
+    model.share_trunk()
+    states = model(**inputs_of("bert"), output_hidden_states=True).hidden_states
+    assert model.shared_blocks == (0,)
+    assert torch.equal(*states[1].chunk(2))
+    assert not torch.equal(*states[0].chunk(2))
