@@ -822,7 +822,9 @@ def _padded(
     """Return keys and values `[rows, kv_heads, longest, width]` and a mask, false for padding."""
     longest = max((part.keys.shape[2] for part in parts if part is not None), default=0)
     empty = Prefix(one.keys.detach()[:1, :, :0], one.values.detach()[:1, :, :0])
-    keys, values, masks = list[Tensor](), list[Tensor](), list[Tensor]()
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    masks: list[Tensor] = []
     for part, size in zip(parts, sizes, strict=True):
         own = part or empty
         missing = longest - own.keys.shape[2]

@@ -145,7 +145,9 @@ class RowLayout:
         """Return the row at each place of the sorted batch, and the place of each row."""
         # kept as long as the layout, which lives for one forward
         if device not in self._tensors:
-            there, back = list[int](), [0] * self.size
+            # torch.compile cannot trace `list[int]()`
+            there: list[int] = []
+            back = [0] * self.size
             rows: dict[int, list[range]] = {}
             start = 0
             for part, size in self.segments:

@@ -279,7 +279,8 @@ class Adapted(nn.Module):
 
     def _with_zeros(self, y: Any, plans: Sequence[Plan]) -> Any:
         """Return an output whose gradient reaches the adapters of plans without rows."""
-        first, adapters = y if isinstance(y, Tensor) else y[0], list[Any]()
+        first = y if isinstance(y, Tensor) else y[0]
+        adapters: list[Any] = []
         for plan in plans:
             for path, site in plan.sites.items():
                 below_it = path.removeprefix(self._link.path).removeprefix(".")
