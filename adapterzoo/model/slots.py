@@ -32,6 +32,7 @@ from adapterzoo.inject.adapted import Adapted, base_of
 from adapterzoo.inject.building import at_hand
 from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.kernels.grouped import RowGroups
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.runtime import Plan
 
 from . import adapters, sharding
@@ -49,6 +50,13 @@ class Pool(Protocol):
     """What a model knows of the pool that fills its slots."""
 
     plan: Plan
+
+    def check(self) -> None:
+        """Check that batches can use it now.
+
+        Raises:
+            StateError: it is closed, or the model has merged adapters or is in training mode.
+        """
 
     def __contains__(self, name: object) -> bool:
         """Return whether it has an adapter of this name."""
@@ -73,7 +81,11 @@ class Pool(Protocol):
         """Undo `claim`."""
 
     def lease(self, name: str) -> Any:
-        """Return a slot with an adapter, for `release`; None if none is free now."""
+        """Return a slot with a claimed adapter, for `release`; None if none is free now.
+
+        Raises:
+            AdapterZooError: it cannot be loaded, or the pool is closed.
+        """
 
     def release(self, lease: Any) -> None:
         """Give a slot back."""
@@ -110,7 +122,7 @@ class SlotStack:
         self.stacks = {
             name: value.new_zeros(slots, *value.shape)
             if isinstance(value, Tensor)
-            else torch.zeros(slots, dtype=torch.float64)
+            else torch.zeros(slots, dtype=torch.float64, device="cpu")
             for name, value in values.items()
         }
 
@@ -250,13 +262,19 @@ def check_batched(name: str, record: AdapterRecord) -> None:
             )
 
 
-def make_shelves(model: AdaptedModel, configs: Iterable[AdapterConfig], slots: int) -> list[Shelf]:
+def make_shelves(
+    model: AdaptedModel,
+    configs: Iterable[AdapterConfig],
+    slots: int,
+    dtype: torch.dtype | None = None,
+) -> list[Shelf]:
     """Return empty shelves with room for adapters of all these configs; the model stays as it is.
 
     Args:
         model: with the layers.
         configs: of adapters.
         slots: of each shelf.
+        dtype: of the adapters; None: that which the model gives them.
 
     Raises:
         ConfigError: an adapter cannot act in a slot.
@@ -265,11 +283,17 @@ def make_shelves(model: AdaptedModel, configs: Iterable[AdapterConfig], slots: i
     kinds: dict[Hashable, list[AdapterConfig]] = {}
     for config in dict.fromkeys(configs):
         kinds.setdefault(kind_of(config), []).append(config)
-    return [_shelf(model, kind, own, slots) for kind, own in kinds.items()]
+    # they are written to in threads of either mode
+    with torch.inference_mode(False), exactly(model.device):
+        return [_shelf(model, kind, own, slots, dtype) for kind, own in kinds.items()]
 
 
 def _shelf(
-    model: AdaptedModel, kind: Hashable, configs: Sequence[AdapterConfig], slots: int
+    model: AdaptedModel,
+    kind: Hashable,
+    configs: Sequence[AdapterConfig],
+    slots: int,
+    dtype: torch.dtype | None,
 ) -> Shelf:
     meta = torch.device("meta")
     skeletons = []
@@ -284,7 +308,7 @@ def _shelf(
                 largest[path] = number
     with torch.random.fork_rng(devices=()):
         made = {n: adapters.make(model, configs[n]) for n in sorted({*largest.values()})}
-    chosen = {path: made[number].coming[path] for path, number in largest.items()}
+    chosen = {path: made[number].coming[path].to(dtype=dtype) for path, number in largest.items()}
     places = {path: made[number].places[path] for path, number in largest.items()}
     record = AdapterRecord(configs[0], places, coming=chosen)
     values = values_of(model, record)

@@ -158,6 +158,11 @@ class AdapterState:
     trains: bool = False
     shares_trunk: bool = False
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Return what a copy gets: no pool, which fills the slots of one model."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return None, {**values, "pool": None}
+
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.
 

@@ -16,10 +16,11 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -37,11 +38,13 @@ from adapterzoo.errors import (
 )
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import fingerprint
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.model import base, checkpointing
 from adapterzoo.model import slots as _slots
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import AdaptedModel, LoadOptions, named_tensors
 from adapterzoo.names import BASE, check_name
+from adapterzoo.runtime import current_task
 
 StrPath: TypeAlias = "str | Path"
 
@@ -102,6 +105,7 @@ class Member:
         folder: with its files.
         shelf: number of the shelf.
         pinned: whether it keeps its slot.
+        lease: of the slot that it keeps, once it is there.
         fingerprint: of its files as they were read first; empty before.
         claims: of requests that will use it.
         leaves: whether it is being removed.
@@ -110,6 +114,7 @@ class Member:
     folder: Path
     shelf: int
     pinned: bool = False
+    lease: Lease | None = None
     fingerprint: str = ""
     claims: int = 0
     leaves: bool = False
@@ -137,9 +142,19 @@ class Places:
 
 @dataclass(eq=False)
 class Waiting:
-    """A batch that waits for slots; `given_up` once nobody waits for it."""
+    """A batch that waits for slots.
 
-    given_up: bool = field(default=False)
+    Attributes:
+        is_inner: whether an open block of its thread or task has slots, for which it cannot wait.
+        is_claimed: whether a claim keeps its adapters, so that it gets them while they leave.
+        has_slots: whether it has them, and only reads adapters.
+        given_up: whether its task was cancelled.
+    """
+
+    is_inner: bool = False
+    is_claimed: bool = False
+    has_slots: bool = False
+    given_up: bool = False
 
 
 class AdapterPool:
@@ -211,11 +226,13 @@ class AdapterPool:
                 f"size take. Write max_bytes={least}, or fewer slots."
             )
         self._most = max_bytes
-        self._cached: OrderedDict[str, tuple[_slots.Stored, int]] = OrderedDict()
+        self._cached: OrderedDict[Member, tuple[_slots.Stored, int]] = OrderedDict()
         self._cached_bytes = 0
         self._places = [Places.empty(slots) for _ in self._shelves]
         self._changed = threading.Condition()
         self._queue: deque[Waiting] = deque()
+        # open blocks of `use`: where each was opened, and its adapters
+        self._blocks: list[tuple[object, frozenset[str]]] = []
         self._counts: Counter[str] = Counter()
         self._waited = 0.0
         self._closed = False
@@ -232,7 +249,8 @@ class AdapterPool:
     ) -> None:
         """Make the shelves for these configs."""
         _slots.refuse_merged(self.model)
-        self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], count)
+        configs = [*wide, *own.values()]
+        self._shelves = _slots.make_shelves(self.model, configs, count, self._dtype)
 
     def _named(self, adapters: Mapping[str, StrPath] | Iterable[StrPath]) -> dict[str, Found]:
         """Return the files of adapters by name.
@@ -298,19 +316,26 @@ class AdapterPool:
         """Return how many adapters there are."""
         return len(self._members)
 
-    def _member(self, name: object) -> Member:
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise StateError("the pool is closed. Make another one.")
+
+    def _member(self, name: object, is_claimed: bool = False) -> Member:
         """Return an adapter.
+
+        Args:
+            name: of the adapter.
+            is_claimed: whether a claim keeps it, even if it is being removed.
 
         Raises:
             StateError: it is being removed, or the pool is closed.
             UnknownNameError: there is none.
         """
-        if self._closed:
-            raise StateError("the pool is closed. Make another one.")
+        self._refuse_closed()
         if not isinstance(name, str) or name not in self._members:
             raise unknown_name("", "adapter", name, self._members)
         member = self._members[name]
-        if member.leaves:
+        if member.leaves and not is_claimed:
             raise StateError(f"{name!r} is being removed. Write pool.add({name!r}, …) afterwards.")
         return member
 
@@ -331,31 +356,54 @@ class AdapterPool:
             CheckpointError: the folder holds no adapter of this model.
             ConfigError: it fits into no slot.
             DuplicateNameError: the name is taken.
+            StateError: the one of this name is being removed, or used by a block that is open here.
         """
         check_name(name)
-        if name in self._members and not overwrite_ok:
+        self._refuse_taken(name, overwrite_ok)
+        found = find(self.model, folder)
+        member = Member(found.folder, self._shelf_of(name, self._config(name, found)))
+        with self._changed:
+            if pinned:
+                self._refuse_last(name, member.shelf)
+        self._stored(name, member)
+        try:
+            with self._changed:
+                # another thread may have been faster
+                self._refuse_taken(name, overwrite_ok)
+                if name in self._members:
+                    self._leave(name)
+                self._refuse_closed()
+                self._members[name] = member
+                self._counts["added"] += 1
+        except BaseException:
+            with self._changed:
+                self._drop(member)
+            raise
+        if pinned:
+            self.pin(name)
+
+    def _refuse_taken(self, name: str, overwrite_ok: bool) -> None:
+        """Refuse to add an adapter whose name is taken.
+
+        Raises:
+            DuplicateNameError: it is.
+            StateError: the adapter that has it is being removed; or the pool is closed.
+        """
+        self._refuse_closed()
+        if name not in self._members:
+            return
+        if not overwrite_ok:
             raise DuplicateNameError(
                 f"the pool has an adapter {name!r}. Write overwrite_ok=True, or another name."
             )
-        found = find(self.model, folder)
-        member = Member(found.folder, self._shelf_of(name, self._config(name, found)))
-        # all that may fail
-        print_, stored, size = self._load(name, member)
-        with self._changed:
-            if name in self._members:
-                self._leave(name)
-            member.fingerprint = print_
-            self._members[name] = member
-            self._keep(name, stored, size)
-            self._counts["added"] += 1
-        if pinned:
-            self.pin(name)
+        self._member(name)
 
     @names_call
     def remove(self, name: str) -> None:
         """Remove an adapter once nothing uses it; its files stay.
 
         Raises:
+            StateError: it is being removed, or used by a block that is open here.
             UnknownNameError: there is none.
         """
         with self._changed:
@@ -363,8 +411,14 @@ class AdapterPool:
             self._leave(name)
 
     def _leave(self, name: str) -> None:
-        """Wait until nothing uses an adapter, and forget it."""
+        """Wait until nothing uses an adapter, and forget it.
+
+        Raises:
+            StateError: it would wait for a block that is open here.
+        """
         member = self._members[name]
+        if any(name in names for names in self._blocks_here()):
+            raise StateError(f"use([{name!r}]) is open here. Write this after its block.")
         member.leaves = True
         try:
             self._unpin(name)
@@ -374,9 +428,14 @@ class AdapterPool:
             raise
         places = self._places[member.shelf]
         places.names = [None if each == name else each for each in places.names]
-        self._drop(name)
+        self._drop(member)
         del self._members[name]
         self._changed.notify_all()
+
+    def _blocks_here(self) -> list[frozenset[str]]:
+        """Return the adapters of each block of `use` that is open in this thread and task."""
+        here = _here()
+        return [names for place, names in self._blocks if place == here and names]
 
     @names_call
     def pin(self, name: str) -> None:
@@ -389,18 +448,33 @@ class AdapterPool:
             member = self._member(name)
             if member.pinned:
                 return
-            kept = sum(m.pinned for m in self._members.values() if m.shelf == member.shelf)
-            if kept + 1 >= len(self._places[member.shelf].names):
-                raise ConfigError(
-                    f"{name!r} would take the last slot of its kind that is not pinned. Write "
-                    f"AdapterPool(…, slots={kept + 2})."
-                )
+            self._refuse_last(name, member.shelf)
             member.pinned = True
         try:
-            self._acquire([name])
+            (lease,) = cast("list[Lease]", self._acquire([name], self._waiting()))
         except BaseException:
             member.pinned = False
             raise
+        with self._changed:
+            if member.pinned and member.lease is None:
+                member.lease = lease
+            else:
+                # unpinned meanwhile
+                self.release(lease)
+
+    def _refuse_last(self, name: str, shelf: int) -> None:
+        """Refuse to pin an adapter in the last slot that is not pinned.
+
+        Raises:
+            ConfigError: it would be the last one.
+        """
+        others = (m for n, m in self._members.items() if n != name and m.shelf == shelf)
+        kept = sum(member.pinned for member in others)
+        if kept + 1 >= len(self._places[shelf].names):
+            raise ConfigError(
+                f"{name!r} would take the last slot of its kind that is not pinned. Write "
+                f"AdapterPool(…, slots={kept + 2})."
+            )
 
     @names_call
     def unpin(self, name: str) -> None:
@@ -411,10 +485,10 @@ class AdapterPool:
 
     def _unpin(self, name: str) -> None:
         member = self._members[name]
-        if member.pinned:
-            member.pinned = False
-            places = self._places[member.shelf]
-            self.release(Lease(name, member.shelf, places.names.index(name)))
+        member.pinned = False
+        if member.lease is not None:
+            self.release(member.lease)
+            member.lease = None
 
     # --- the cache on the CPU ---
 
@@ -430,24 +504,17 @@ class AdapterPool:
             CheckpointError: its files do not fit the model.
             ConfigError: it fits into no slot.
         """
-        with _ONE_AT_A_TIME:
-            found = formats.read(member.folder, "adapter", ModelInfo(self.model, False))
-            record = checkpointing.filled(self.model, found, (), self._dtype)
-            _slots.check_batched(repr(name), record)
-            print_ = fingerprint(record.config.to_dict(), named_tensors(record.coming))
-            values = _slots.values_of(self.model, record)
-            stored = _slots.to_host(values, self.model.device.type == "cuda")
+        found = formats.read(member.folder, "adapter", ModelInfo(self.model, False))
+        record = checkpointing.filled(self.model, found, (), self._dtype)
+        _slots.check_batched(repr(name), record)
+        print_ = fingerprint(record.config.to_dict(), named_tensors(record.coming))
+        values = _slots.values_of(self.model, record)
+        stored = _slots.to_host(values, self.model.device.type == "cuda")
         self._shelves[member.shelf].check(name, stored)
         return print_, stored, sum(map(_slots.nbytes, stored.values()))
 
-    def _keep(self, name: str, stored: _slots.Stored, size: int) -> None:
-        self._drop(name)
-        self._make_room(size)
-        self._cached[name] = stored, size
-        self._cached_bytes += size
-
-    def _drop(self, name: str) -> None:
-        _, size = self._cached.pop(name, (None, 0))
+    def _drop(self, member: Member) -> None:
+        _, size = self._cached.pop(member, (None, 0))
         self._cached_bytes -= size
 
     def _make_room(self, size: int) -> None:
@@ -462,23 +529,28 @@ class AdapterPool:
         Raises:
             StateError: its files have changed.
         """
-        with self._changed:
-            if (found := self._cached.get(name)) is not None:
-                self._cached.move_to_end(name)
-                self._counts["cpu_hits"] += 1
-                return found[0]
-            # before it is read, so that the bound holds while it is
-            self._make_room(self._shelves[member.shelf].nbytes // len(self._places[0].names))
-        print_, stored, size = self._load(name, member)
-        with self._changed:
-            self._counts["loads"] += 1
-            if member.fingerprint not in ("", print_):
-                raise StateError(
-                    f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
-                    f"pool.add({name!r}, …, overwrite_ok=True)."
-                )
-            member.fingerprint = print_
-            self._keep(name, stored, size)
+        # one at a time, so that the bound holds while they are read, and none is read twice
+        with _LOADING:
+            with self._changed:
+                if (found := self._cached.get(member)) is not None:
+                    self._cached.move_to_end(member)
+                    self._counts["cpu_hits"] += 1
+                    return found[0]
+                self._make_room(self._shelves[member.shelf].nbytes // len(self._places[0].names))
+            with torch.inference_mode(False), exactly(self.model.device):
+                print_, stored, size = self._load(name, member)
+            with self._changed:
+                self._refuse_closed()
+                self._counts["loads"] += 1
+                if member.fingerprint not in ("", print_):
+                    raise StateError(
+                        f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
+                        f"pool.add({name!r}, …, overwrite_ok=True)."
+                    )
+                member.fingerprint = print_
+                self._make_room(size)
+                self._cached[member] = stored, size
+                self._cached_bytes += size
         return stored
 
     # --- slots ---
@@ -487,11 +559,13 @@ class AdapterPool:
         places = self._places[self._members[name].shelf]
         return sum(u for own, u in zip(places.names, places.users, strict=True) if own == name)
 
-    def _find(self, names: Sequence[str]) -> list[tuple[Lease, bool]] | None:
+    def _find(
+        self, names: Sequence[str], is_claimed: bool = False
+    ) -> list[tuple[Lease, bool]] | None:
         """Return a slot for each adapter, and whether it holds it; None if not all have one now."""
         found: list[tuple[Lease, bool]] = []
         for name in names:
-            shelf = self._member(name).shelf
+            shelf = self._member(name, is_claimed).shelf
             places = self._places[shelf]
             there = places.names.index(name) if name in places.names else None
             found.append((Lease(name, shelf, -1 if there is None else there), there is not None))
@@ -513,14 +587,14 @@ class AdapterPool:
             found[number] = lease._replace(slot=slot), False
         return found
 
-    def _refuse_more_than_slots(self, names: Sequence[str]) -> None:
+    def _refuse_more_than_slots(self, names: Sequence[str], is_claimed: bool = False) -> None:
         """Refuse a batch for which the slots can never be enough.
 
         Raises:
             ConfigError: they cannot.
         """
         for number, places in enumerate(self._places):
-            own = [name for name in names if self._member(name).shelf == number]
+            own = [n for n in names if self._member(n, is_claimed).shelf == number]
             pinned = [n for n, m in self._members.items() if m.pinned and m.shelf == number]
             if len({*own, *pinned}) > len(places.names):
                 raise ConfigError(
@@ -529,53 +603,97 @@ class AdapterPool:
                     f"slots={len({*own, *pinned})}), or smaller batches."
                 )
 
+    def _waiting(self) -> Waiting:
+        """Return a batch of this thread and task."""
+        with self._changed:
+            return Waiting(is_inner=bool(self._blocks_here()))
+
     def _acquire(
-        self, names: Iterable[str], waiting: Waiting | None = None, blocks: bool = True
+        self, names: Iterable[str], own: Waiting, blocks: bool = True
     ) -> list[Lease] | None:
-        """Return slots that hold the adapters; None if there are none now and `blocks` is false.
+        """Return slots that hold the adapters.
+
+        Args:
+            names: of the adapters.
+            own: the batch, which waits for its turn, and until all have slots.
+            blocks: False: return None instead of waiting.
 
         Raises:
             AdapterZooError: an adapter is unknown, cannot be loaded, or there are too many.
         """
-        names, own = tuple(dict.fromkeys(names)), waiting or Waiting()
-        start = time.monotonic()
+        names, start = tuple(dict.fromkeys(names)), time.monotonic()
+        if not names:
+            return []
         with self._changed:
-            self._refuse_more_than_slots(names)
-            if not blocks and (self._queue or self._find(names) is None):
+            self._refuse_more_than_slots(names, own.is_claimed)
+            if not blocks and (self._queue or self._find(names, own.is_claimed) is None):
                 return None
             self._queue.append(own)
         leases: list[Lease] = []
+        empty: set[Lease] = set()
         try:
             with self._changed:
-                found: list[tuple[Lease, bool]] | None = None
-                while self._queue[0] is not own or (found := self._find(names)) is None:
-                    self._changed.wait()
-                    if own.given_up:
-                        return None
+                if (found := self._awaited(names, own)) is None:
+                    return None
                 for lease, is_there in found:
                     places = self._places[lease.shelf]
                     places.users[lease.slot] += 1
                     places.used.move_to_end(lease.slot)
                     if not is_there:
                         self._counts["evicted"] += places.names[lease.slot] is not None
-                        places.names[lease.slot] = None
+                        # from now on, so that it is not removed while it is read
+                        places.names[lease.slot] = lease.name
+                        empty.add(lease)
                     leases.append(lease)
                     self._counts["hits" if is_there else "misses"] += 1
+                own.has_slots = True
                 self._waited += time.monotonic() - start
-            for lease, is_there in found:
-                if not is_there:
-                    stored = self._stored(lease.name, self._members[lease.name])
-                    self._shelves[lease.shelf].write(lease.slot, stored)
-                    self._places[lease.shelf].names[lease.slot] = lease.name
+            for lease in tuple(empty):
+                self._fill(lease)
+                empty.discard(lease)
         except BaseException:
-            for lease in leases:
-                self.release(lease)
+            with self._changed:
+                for lease in leases:
+                    if lease in empty:
+                        self._places[lease.shelf].names[lease.slot] = None
+                    self.release(lease)
             raise
         finally:
             with self._changed:
                 self._queue.remove(own)
                 self._changed.notify_all()
         return leases
+
+    def _awaited(self, names: Sequence[str], own: Waiting) -> list[tuple[Lease, bool]] | None:
+        """Return what `_find` does, once it is a batch's turn; None if its task was cancelled.
+
+        Raises:
+            StateError: the pool is closed; or the batch would wait for slots that it has itself.
+        """
+        while not own.given_up:
+            self._refuse_closed()
+            if self._queue[0] is own:
+                # meanwhile one may have been pinned, or replaced by one of another kind
+                self._refuse_more_than_slots(names, own.is_claimed)
+                if (found := self._find(names, own.is_claimed)) is not None:
+                    return found
+            if own.is_inner and not self._queue[0].has_slots:
+                raise StateError(
+                    f"use({[*names]!r}) waits for slots in a block of use(…), which keeps its own. "
+                    "Write one use([…]) with the adapters of both, or more slots."
+                )
+            self._changed.wait()
+        return None
+
+    def _fill(self, lease: Lease) -> None:
+        """Write an adapter into its slot."""
+        shelf = self._shelves[lease.shelf]
+        # the values are not dropped from the cache, and so not counted, before they are written
+        with _LOADING, torch.inference_mode(False), torch.no_grad():
+            shelf.write(lease.slot, self._stored(lease.name, self._members[lease.name]))
+        if self.model.device.type == "cuda":
+            # continuous batching computes on streams of its own
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def release(self, lease: Lease) -> None:
         """Give a slot back; the adapter stays there until another one needs it."""
@@ -602,13 +720,9 @@ class AdapterPool:
             UnknownNameError: an adapter is unknown.
         """
         names = self._checked(adapter_names)
-        leases = self._acquire(name for name in names if name is not None) or []
-        try:
-            with self.model._active.entered(self._planned(names, leases)):
-                yield
-        finally:
-            for lease in leases:
-                self.release(lease)
+        wanted = [name for name in names if name is not None]
+        with self._opened(names, self._acquire(wanted, self._waiting()) or []):
+            yield
 
     @asynccontextmanager
     async def use_async(self, adapter_names: Sequence[str | None]) -> AsyncIterator[None]:
@@ -620,24 +734,51 @@ class AdapterPool:
         Raises:
             AdapterZooError: as in `use`.
         """
-        names, waiting = self._checked(adapter_names), Waiting()
+        names, waiting = self._checked(adapter_names), self._waiting()
         wanted = [name for name in names if name is not None]
-        running = asyncio.ensure_future(asyncio.to_thread(self._acquire, wanted, waiting))
+        found: Future[list[Lease] | None] = Future()
+        # the task can be cancelled, and the thread cannot
+        found.set_running_or_notify_cancel()
+
+        def acquire() -> None:
+            try:
+                found.set_result(self._acquire(wanted, waiting))
+            except BaseException as error:  # noqa: BLE001  raised in the task
+                found.set_exception(error)
+
+        # those of `asyncio.to_thread` could all wait here, while the batches that run need one
+        threading.Thread(target=acquire, daemon=True).start()
         try:
-            leases = await asyncio.shield(running) or []
-        except asyncio.CancelledError:
+            leases = await asyncio.wrap_future(found) or []
+        except BaseException:
             with self._changed:
                 waiting.given_up = True
                 self._changed.notify_all()
-            for lease in await running or []:
-                self.release(lease)
+            found.add_done_callback(self._release_all)
             raise
+        with self._opened(names, leases):
+            yield
+
+    def _release_all(self, found: Future[list[Lease] | None]) -> None:
+        """Release the slots of a batch whose task was cancelled."""
+        if found.exception() is None:
+            for lease in found.result() or ():
+                self.release(lease)
+
+    @contextmanager
+    def _opened(self, names: Sequence[str | None], leases: Sequence[Lease]) -> Iterator[None]:
+        """Open the block of `use`, and release its slots at the end."""
+        block = _here(), frozenset(lease.name for lease in leases)
+        with self._changed:
+            self._blocks.append(block)
         try:
             with self.model._active.entered(self._planned(names, leases)):
                 yield
         finally:
-            for lease in leases:
-                self.release(lease)
+            with self._changed:
+                self._blocks.remove(block)
+                for lease in leases:
+                    self.release(lease)
 
     def _checked(self, adapter_names: Sequence[str | None]) -> list[str | None]:
         """Return the names of rows, None for the base model.
@@ -649,7 +790,7 @@ class AdapterPool:
             raise CompositionError(
                 f"use({adapter_names!r}): write a list with a name, or None, for each row."
             )
-        _slots.refuse_merged(self.model)
+        self.check()
         names = [None if name == BASE else name for name in adapter_names]
         for name in names:
             if name is not None:
@@ -663,15 +804,27 @@ class AdapterPool:
         rows = self.rows([by_name.get(name or "") for name in names], [1] * len(names))
         return replace(self.plan, rows=rows, heads=self.model._active.heads)
 
+    def check(self) -> None:
+        """Refuse a batch that would be wrong; see `slots.Pool`."""
+        self._refuse_closed()
+        _slots.refuse_merged(self.model)
+        if self.model.training:
+            raise StateError(
+                "the model is in training mode, and the adapters of a pool cannot be trained. "
+                "Write model.eval()."
+            )
+
     def rows(
         self, leases: Sequence[Lease | None], counts: Sequence[int], is_packed: bool = False
     ) -> SlotRows:
         """Return the rows of a batch; see `slots.Pool`."""
-        index = torch.full((len(self._shelves), len(leases)), -1, dtype=torch.int64)
+        size = len(self._shelves), len(leases)
+        index = torch.full(size, -1, dtype=torch.int64, device="cpu")
         for row, lease in enumerate(leases):
             if lease is not None:
                 index[lease.shelf, row] = lease.slot
-        host = index.repeat_interleave(torch.tensor([*counts], dtype=torch.int64), 1)
+        times = torch.tensor([*counts], dtype=torch.int64, device="cpu")
+        host = index.repeat_interleave(times, 1)
         return SlotRows.placed(host, self.model.device, is_packed)
 
     # --- requests of continuous batching ---
@@ -700,9 +853,13 @@ class AdapterPool:
         """
         with self._changed:
             member = self._member(name)
-            if name in self._places[member.shelf].names:
+            if name in self._places[member.shelf].names or member in self._cached:
                 return
-        self._stored(name, member)
+            member.claims += 1
+        try:
+            self._stored(name, member)
+        finally:
+            self.disclaim(name)
 
     def disclaim(self, name: str) -> None:
         """Undo `claim`."""
@@ -711,8 +868,8 @@ class AdapterPool:
             self._changed.notify_all()
 
     def lease(self, name: str) -> Lease | None:
-        """Return a slot with an adapter, for `release`; None if none is free now."""
-        found = self._acquire([name], blocks=False)
+        """Return a slot with a claimed adapter, for `release`; None if none is free now."""
+        found = self._acquire([name], Waiting(is_claimed=True), blocks=False)
         return None if found is None else found[0]
 
     # --- what it does ---
@@ -731,7 +888,7 @@ class AdapterPool:
             return {
                 **{name: self._counts[name] for name in names},
                 "waited_seconds": self._waited,
-                "waiting": len(self._queue),
+                "waiting": sum(not each.given_up for each in self._queue),
                 "adapters": len(self._members),
                 "pinned": sum(member.pinned for member in self._members.values()),
                 "slots": len(users),
@@ -751,13 +908,22 @@ class AdapterPool:
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """Take the slots out of the model, once nothing uses them; the files stay."""
+        """Take the slots out of the model, once nothing uses them; the files stay.
+
+        Batches that wait for slots fail.
+
+        Raises:
+            StateError: it would wait for a block that is open here.
+        """
         with self._changed:
             if self._closed:
                 return
-            for name in [n for n, member in self._members.items() if member.pinned]:
+            if self._blocks_here():
+                raise StateError("use(…) is open here. Write close() after its block.")
+            for name in self._members:
                 self._unpin(name)
             self._closed = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not any(u for p in self._places for u in p.users))
             _slots.take(self.model, self._shelves)
             self._cached.clear()
@@ -778,8 +944,13 @@ class AdapterPool:
         return f"AdapterPool({len(self)} adapters, {count} slots each for {kinds})"
 
 
-# torch's random numbers are those of the process
-_ONE_AT_A_TIME = threading.RLock()
+def _here() -> object:
+    """Return the calling thread and task."""
+    return threading.get_ident(), current_task()
+
+
+# for all pools, as torch's random numbers are those of the process
+_LOADING = threading.RLock()
 _COUNTED = frozenset(
     {"hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added",
      "waited_seconds"}

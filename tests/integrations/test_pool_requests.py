@@ -193,7 +193,7 @@ def test_files_lost_while_a_request_waits_fail_it_alone(world):
             ]
             time.sleep(0.3)
             # its turn comes after this
-            pool._drop("b")
+            pool._drop(pool._members["b"])
             for file in world.folders["b"].iterdir():
                 file.unlink()
         assert result(manager, keys[0], results).generated_tokens == want[0]
@@ -238,6 +238,50 @@ def test_removing_waits_for_requests_in_flight(world):
             assert result(manager, key, results).generated_tokens == tokens
         removing.result(30)
         assert "a" not in pool
+
+
+def test_a_request_that_waits_for_a_slot_keeps_its_adapter(world):
+    (prompt,) = prompts(6)
+    (want,) = world.alone([prompt], ["a"])
+    with (
+        AdapterPool(world.model, world.folders, slots=1) as pool,
+        world.running() as manager,
+        ThreadPoolExecutor(1) as other,
+    ):
+        with pool.use(["f"]):
+            key = manager.add_request(prompt, adapter_name="a")
+            removing = other.submit(pool.remove, "a")
+            time.sleep(0.3)
+            assert not removing.done()
+        found = result(manager, key, {})
+        assert found.error is None
+        assert found.generated_tokens == want
+        removing.result(30)
+
+
+def test_a_manager_outlives_a_pool(world):
+    """One that is older than its pool, and a second pool with more kinds of adapters."""
+    (prompt,) = prompts(6)
+    want = world.alone([prompt] * 3, [None, "a", "e"])
+    folders = world.folders
+    with world.running() as manager:
+        results = {}
+
+        def tokens(name):
+            found = result(manager, manager.add_request(prompt, adapter_name=name), results)
+            assert found.error is None
+            return found.generated_tokens
+
+        with AdapterPool(world.model, {"a": folders["a"]}, slots=1) as pool:
+            assert tokens(None) == want[0]
+            assert tokens("a") == want[1]
+        assert tokens(None) == want[0]
+        with pytest.raises(StateError, match="closed"):
+            pool.check()
+        with AdapterPool(world.model, {"e": folders["e"], "a": folders["a"]}, slots=1):
+            assert tokens(None) == want[0]
+            assert tokens("e") == want[2]
+            assert tokens("a") == want[1]
 
 
 def test_adapters_of_the_model_run_in_steps_of_their_own(world):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from snapshots import stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from variants import VARIANTS
 
-from adapterzoo import init
+from adapterzoo import AdapterSetup, formats, init
 from adapterzoo.errors import (
     AdapterZooError,
     BatchError,
@@ -420,6 +422,301 @@ def test_adding_replacing_and_removing_while_others_run(tmp_path):
             pass
 
 
+# --- what ends early, comes together, or fails ---
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextmanager
+def slowly_read(monkeypatch):
+    """Let threads wait in the middle of reading an adapter until the event is set."""
+    go, reading = threading.Event(), threading.Semaphore(0)
+    plain = formats.read
+
+    def slow(*args, **kwargs):
+        reading.release()
+        assert go.wait(20)
+        return plain(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "read", slow)
+        try:
+            yield go, reading
+        finally:
+            go.set()
+
+
+def one(model, pool, name, ids=((5, 6, 7),)):
+    with torch.no_grad(), pool.use([name]):
+        return model(torch.tensor(ids))[0]
+
+
+def test_waiting_batches_fail_when_the_pool_is_closed(tmp_path):
+    *_, pool = small(tmp_path, slots=1)
+    with ThreadPoolExecutor(3) as other:
+        with pool.use(["a0"]):
+            waiting = [other.submit(pool.use([name]).__enter__) for name in ("a1", "a2")]
+            until(lambda: pool.metrics()["waiting"] == 2)
+            closing = other.submit(pool.close)
+            # before the running one ends
+            for each in waiting:
+                with pytest.raises(StateError, match="closed"):
+                    each.result(20)
+            assert not closing.done()
+        closing.result(20)
+    with pytest.raises(StateError, match="closed"), pool.use([None]):
+        pass
+    with pytest.raises(StateError, match="closed"):
+        pool.add("new", tmp_path / "a0")
+    assert pool.metrics()["cpu_bytes"] == 0
+
+
+def test_a_block_never_waits_for_itself(tmp_path):
+    model, folders, pool = small(tmp_path, slots=1)
+    with pool:
+        want = {name: one(model, pool, name) for name in ("a0", "a1")}
+        with pool.use(["a0"]):
+            with pytest.raises(StateError, match="one use"), pool.use(["a1"]):
+                pass
+            with pytest.raises(StateError, match="after its block"):
+                pool.remove("a0")
+            with pytest.raises(StateError, match="after its block"):
+                pool.add("a0", folders["a1"], overwrite_ok=True)
+            with pytest.raises(StateError, match="after its block"):
+                pool.close()
+            assert torch.equal(one(model, pool, "a0"), want["a0"])
+            with pool.use([None]):
+                pass
+        assert pool.metrics()["slots_in_use"] == pool.metrics()["waiting"] == 0
+        assert torch.equal(one(model, pool, "a1"), want["a1"])
+
+
+def test_tasks_that_wait_leave_threads_to_those_that_run(tmp_path):
+    model, _, pool = small(tmp_path, slots=1)
+
+    async def task(name):
+        async with pool.use_async([name]):
+            await asyncio.to_thread(model, torch.tensor([[5, 6]]))
+
+    async def all_of_them():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        await asyncio.gather(*(task(f"a{n % 6}") for n in range(12)))
+
+    with pool:
+        asyncio.run(asyncio.wait_for(all_of_them(), 30))
+
+
+def test_a_task_that_is_cancelled_while_it_reads_gives_its_slot_back(tmp_path, monkeypatch):
+    model, _, pool = small(tmp_path, slots=1)
+
+    async def cancelled(go, reading):
+        async def task():
+            async with pool.use_async(["a0"]):
+                raise AssertionError
+
+        running = asyncio.ensure_future(task())
+        await asyncio.to_thread(reading.acquire)
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 5)
+        go.set()
+
+    with pool:
+        with slowly_read(monkeypatch) as (go, reading):
+            asyncio.run(cancelled(go, reading))
+            until(lambda: pool.metrics()["slots_in_use"] == 0)
+        one(model, pool, "a1")
+
+
+def test_an_adapter_is_not_removed_while_it_is_read(tmp_path, monkeypatch):
+    model, folders, pool = small(tmp_path, slots=2)
+    with pool, ThreadPoolExecutor(2) as other:
+        new = one(model, pool, "a1")
+        with slowly_read(monkeypatch) as (go, reading):
+            using = other.submit(one, model, pool, "a0")
+            reading.acquire()
+            removing = other.submit(pool.remove, "a0")
+            until(lambda: pool._members["a0"].leaves)
+            assert not removing.done()
+            go.set()
+            using.result(20)
+            removing.result(20)
+        pool.add("a0", folders["a1"])
+        assert torch.equal(one(model, pool, "a0"), new)
+
+
+def test_what_is_replaced_while_it_is_read_ahead_is_not_kept(tmp_path, monkeypatch):
+    model, folders, pool = small(tmp_path, slots=2)
+    with pool, ThreadPoolExecutor(2) as other:
+        new = one(model, pool, "a1")
+        with slowly_read(monkeypatch) as (go, reading):
+            ahead = other.submit(pool.prefetch, "a0")
+            reading.acquire()
+            replacing = other.submit(pool.add, "a0", folders["a1"], overwrite_ok=True)
+            time.sleep(0.05)
+            go.set()
+            ahead.result(20)
+            replacing.result(20)
+        assert torch.equal(one(model, pool, "a0"), new)
+
+
+def test_two_threads_do_not_add_one_name(tmp_path, monkeypatch):
+    _, folders, pool = small(tmp_path, slots=2)
+    with pool, ThreadPoolExecutor(2) as other:
+        with slowly_read(monkeypatch) as (go, _):
+            adding = [other.submit(pool.add, "new", folders[n]) for n in ("a1", "a2")]
+            time.sleep(0.1)
+            go.set()
+            errors = [each.exception(20) for each in adding]
+        assert sorted(type(error) for error in errors if error) == [DuplicateNameError]
+
+
+def test_unpinned_while_it_is_read(tmp_path, monkeypatch):
+    *_, pool = small(tmp_path, slots=2)
+    with pool, ThreadPoolExecutor(1) as other:
+        with slowly_read(monkeypatch) as (go, reading):
+            pinning = other.submit(pool.pin, "a0")
+            reading.acquire()
+            pool.unpin("a0")
+            go.set()
+            pinning.result(20)
+        assert pool.metrics()["pinned"] == pool.metrics()["slots_in_use"] == 0
+        # nothing is added if it cannot be pinned
+        pool.pin("a0")
+        with pytest.raises(ConfigError, match="slots=3"):
+            pool.add("new", tmp_path / "a1", pinned=True)
+        assert "new" not in pool
+
+
+def test_a_waiting_batch_whose_adapter_gets_another_kind_fails(tmp_path):
+    model = model_of(dtype=torch.float32)
+    folders, _ = saved(model, tmp_path, {"a": "lora", "b": "seq_bn", "c": "lora", "d": "seq_bn"})
+    with AdapterPool(model, folders, slots=1) as pool, ThreadPoolExecutor(1) as other:
+        with pool.use(["c"]):
+            waiting = other.submit(pool.use(["a", "b"]).__enter__)
+            until(lambda: pool.metrics()["waiting"] == 1)
+            pool.add("a", folders["d"], overwrite_ok=True)
+        with pytest.raises(ConfigError, match="slots=2"):
+            waiting.result(20)
+        one(model, pool, "c")
+
+
+def test_bytes_stay_below_the_bound_while_threads_read(tmp_path, monkeypatch):
+    model, folders, pool = small(tmp_path, slots=2)
+    with pool:
+        slots = pool.nbytes
+        pool.prefetch("a0")
+        bytes_of_one = pool.nbytes - slots
+    bound = slots + bytes_of_one
+    inside, most = [], []
+    plain = AdapterPool._load
+
+    def load(self, *args):
+        inside.append(bytes_of_one)
+        most.append(self.nbytes + sum(inside))
+        time.sleep(0.01)
+        try:
+            return plain(self, *args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(AdapterPool, "_load", load)
+    with AdapterPool(model, folders, slots=2, max_bytes=bound) as pool, ThreadPoolExecutor(4) as o:
+        list(o.map(pool.prefetch, [*folders] * 2))
+        pool.add("new", folders["a0"])
+        assert pool.nbytes <= bound
+    assert max(most) <= bound
+
+
+def test_adapters_of_another_dtype_than_the_model(tmp_path):
+    model = model_of(dtype=torch.bfloat16)
+    folders, _ = saved(model, tmp_path, {"a": "lora[r=4]", "b": "lora[r=4]"})
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        model.load_adapter(folders["a"], dtype=torch.float32, load_as="x", set_active=True)
+        want = model(ids)[0]
+        model.delete_adapter("x")
+        with AdapterPool(model, folders, slots=1, dtype=torch.float32) as pool:
+            size = pool.nbytes
+            assert torch.equal(one(model, pool, "a", [[5, 6, 7]]), want)
+            # the slot and what is kept on the CPU have the same size
+            assert pool.nbytes - size == size
+
+
+@pytest.mark.parametrize("how", ["inference mode", "autocast"])
+def test_the_mode_in_which_an_adapter_is_read_does_not_matter(how, tmp_path):
+    model = model_of(dtype=torch.float32)
+    texts = {"a": "dora[r=4]", "b": "boft", "c": "lora[r=4]"}
+    folders, _ = saved(model, tmp_path, texts)
+    with AdapterPool(model, folders, slots=1) as pool:
+        want = {name: one(model, pool, name) for name in texts}
+
+    def mode():
+        is_cast = how == "autocast"
+        return torch.autocast("cpu", torch.bfloat16) if is_cast else torch.inference_mode()
+
+    with mode():
+        pool = AdapterPool(model, folders, slots=1, max_bytes=None)
+        for name in texts:
+            with pool.use([name]):
+                pass
+    with pool:
+        for name in texts:
+            assert torch.equal(one(model, pool, name), want[name])
+        pool.add("d", folders["c"])
+        assert torch.equal(one(model, pool, "d"), want["c"])
+
+
+# --- the model ---
+
+
+def test_a_model_changes_while_it_has_a_pool(tmp_path):
+    model = model_of(dtype=torch.float32)
+    folders, _ = saved(model, tmp_path, {"a": "dora[r=4]", "b": "lora[r=4]"})
+    with AdapterPool(model, folders, slots=1) as pool:
+        want = {name: one(model, pool, name) for name in folders}
+        plain = one(model, pool, None)
+
+        def unchanged():
+            return all(torch.equal(one(model, pool, name), want[name]) for name in folders)
+
+        model.add_adapter("x", "dora", set_active=True)
+        stir(model, "x", seed=9)
+        assert unchanged()
+        with AdapterSetup("x"):
+            assert unchanged()
+        with pool.use(["a"]):
+            with AdapterSetup("x"), torch.no_grad():
+                assert not torch.equal(model(torch.tensor([[5, 6, 7]]))[0], want["a"])
+            with torch.no_grad():
+                assert torch.equal(model(torch.tensor([[5, 6, 7]]))[0], want["a"])
+        with pytest.raises(StateError, match=r"close\(\)"):
+            model.merge_and_unload()
+        model.delete_adapter("x")
+        assert unchanged()
+        model.train()
+        with pytest.raises(StateError, match="training mode"), pool.use(["a"]):
+            pass
+        model.eval()
+        assert not any("slots" in key for key in model.state_dict())
+        model.save_pretrained(tmp_path / "saved")
+        # a copy has no pool, and may get one
+        twin = copy.deepcopy(model)
+        with AdapterPool(twin, folders, slots=1) as second:
+            assert torch.equal(one(twin, second, "a"), want["a"])
+            assert torch.equal(one(twin, second, None), plain)
+        assert unchanged()
+    assert type(model.unload()) is type(model)
+
+
 # --- errors ---
 
 
@@ -467,7 +764,7 @@ def test_what_is_refused_changes_nothing(tmp_path):
         pool.add("again", folders["a3"])
         model.load_adapter(folders["a4"], load_as="again")
         model.save_adapter(folders["a3"], "again")
-        pool._drop("again")
+        pool._drop(pool._members["again"])
         fails(StateError, "have changed", "again")
     with pytest.raises(StateError, match="closed"), pool.use(["a0"]):
         pass

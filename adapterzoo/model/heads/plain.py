@@ -41,13 +41,15 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
         architecture: name of the class; None: one that has the active head.
 
     Raises:
-        StateError: another class is asked for than that of a static head.
+        StateError: another class is asked for than that of a static head; or a pool is open.
     """
     if model._has_named_heads:
         twin = copy.deepcopy(model)
         change(twin)
         # shared weights may have been given to each layer
         return as_plain(twin, *head_to_keep(twin, architecture))
+    if model._adapter_state.pool is not None:
+        raise StateError("an AdapterPool has slots in the model. Write close() of it first.")
     plain = cast("type[nn.Module]", plain_class(model))
     if architecture is not None:
         raise StateError(f"the model becomes a {plain.__name__} again. Leave architecture out.")

@@ -48,7 +48,7 @@ from adapterzoo.inject.adapted import Adapted, acting, below_wrappers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
 from adapterzoo.model import batches
 from adapterzoo.model.heads.copies import table_of
-from adapterzoo.model.slots import Pool, refuse_merged
+from adapterzoo.model.slots import Pool
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -121,7 +121,7 @@ class Variant:
         invocations: the sequences of tokens from which adapters act.
         begins: whether an adapter acts from the first token on.
         alone: why requests of no other variant may run in the same steps; empty if they may.
-        is_pooled: whether each request has its own adapter of a pool, or none.
+        pool: from whose slots each request takes its own adapter, or none; None: from no pool.
         member: that adapter.
     """
 
@@ -132,7 +132,7 @@ class Variant:
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
     alone: str = ""
-    is_pooled: bool = False
+    pool: Pool | None = None
     member: str | None = None
 
 
@@ -154,11 +154,11 @@ def asked_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
         name = None
     if pool is None or not (name is None or name in pool):
         return variant_of(model, adapter_name)
-    refuse_merged(model)
+    pool.check()
     plan = replace(pool.plan, heads=model._active.heads)
     why = "adapters of a pool run in steps of their own"
     member = cast("str | None", name)
-    return Variant(plan, key=("pool", plan.heads), alone=why, is_pooled=True, member=member)
+    return Variant(plan, key=("pool", pool, plan.heads), alone=why, pool=pool, member=member)
 
 
 def variant_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
@@ -411,22 +411,19 @@ class Batch(Requests):
         own: what was active when the manager was made; its steps may run as captured graphs.
         variants: of which the plan of a mixed step consists.
         mixed: that plan; None for fewer than two variants.
-        pool: of the model, if it has one.
     """
 
-    def __init__(self, own: Variant, pool: Pool | None = None) -> None:
+    def __init__(self, own: Variant) -> None:
         """Start without requests.
 
         Args:
             own: see the class.
-            pool: see the class.
         """
         super().__init__()
         self.own = own
         self.variants: tuple[Variant, ...] = ()
         self.mixed: Plan | None = None
         self._contents = Contents()
-        self.pool = pool
 
     def admit(
         self,
@@ -458,7 +455,7 @@ class Batch(Requests):
                 raise StateError(
                     f"{going[0]!r} is being deleted or replaced. Add the request again later."
                 )
-            now = () if variant.is_pooled else _records(model, variant.plan.setup)
+            now = () if variant.pool is not None else _records(model, variant.plan.setup)
             if any(one is not other for one, other in zip(variant.records, now, strict=True)):
                 # by another thread, since the variant was made
                 raise StateError(
@@ -466,10 +463,10 @@ class Batch(Requests):
                 )
             member = variant.member
             variant = self._include(variant)
-            if member is not None:
-                self.pool = cast("Pool", model._adapter_state.pool)
-                content = self.pool.claim(member)
-                self.pins[key] = replace(pinned(variant, input_ids, content, b""), member=member)
+            if variant.pool is not None and member is not None:
+                base = self._contents.of(model, Variant(Plan()))
+                content = variant.pool.claim(member) + base
+                self.pins[key] = replace(pinned(variant, input_ids, content, base), member=member)
                 return
             if not by_content:
                 self.pins[key] = Pinned(variant)
@@ -508,7 +505,7 @@ class Batch(Requests):
             for key in keys:
                 pin = cast("Pinned | None", self.pins.pop(key, None))
                 if pin is not None and pin.member is not None:
-                    pool = cast("Pool", self.pool)
+                    pool = cast("Pool", pin.variant.pool)
                     if pin.lease is not None:
                         pool.release(pin.lease)
                     pool.disclaim(pin.member)
@@ -520,7 +517,7 @@ class Batch(Requests):
         if pin is None or pin.member is None:
             return True
         if pin.lease is None:
-            pin.lease = cast("Pool", self.pool).lease(pin.member)
+            pin.lease = cast("Pool", pin.variant.pool).lease(pin.member)
         return pin.lease is not None
 
     def settle(self, alive: Collection[str]) -> None:
@@ -709,7 +706,7 @@ def adapt(model: AdaptedModel, manager: Any) -> None:
     except AdapterZooError:
         own = Variant(Plan(heads=model._active.plan.heads))
     manager.__class__ = BatchingManager
-    manager.requests = Batch(own, model._adapter_state.pool)
+    manager.requests = Batch(own)
     watch(manager, manager.requests)
 
 
@@ -989,8 +986,9 @@ if is_tested():
             variants = {id(pin.variant): pin.variant for pin in pins}
             if len(variants) == 1:
                 (only,) = variants.values()
-                if only.is_pooled:
-                    return replace(only.plan, rows=self._rows_of_slots(model, batch, pins)), False
+                if only.pool is not None:
+                    rows = self._rows_of_slots(only.pool, model, batch, pins)
+                    return replace(only.plan, rows=rows), False
                 is_own = only.key == self.requests.own.key and not only.invocations
                 return only.plan, is_own
             with self.requests.changed:
@@ -999,12 +997,13 @@ if is_tested():
             parts = [numbers[id(pin.variant)] for pin in pins]
             values, counts, outputs = self._layout(model, batch, parts)
             segments = tuple(zip(values, counts, strict=True))
-            rows = PackedRows(segments=segments, outputs=outputs, known=len(known))
-            return replace(cast("Plan", mixed), rows=rows), False
+            packed = PackedRows(segments=segments, outputs=outputs, known=len(known))
+            return replace(cast("Plan", mixed), rows=packed), False
 
-        def _rows_of_slots(self, model: nn.Module, batch: Any, pins: Sequence[Pinned]) -> SlotRows:
+        def _rows_of_slots(
+            self, pool: Pool, model: nn.Module, batch: Any, pins: Sequence[Pinned]
+        ) -> SlotRows:
             """Return the slot of each token of a step."""
-            pool = cast("Pool", self.requests.pool)
             leases, counts, outputs = self._layout(model, batch, [pin.lease for pin in pins])
             rows = pool.rows(leases, counts, True)
             if outputs is not None:
