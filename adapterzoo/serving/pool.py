@@ -104,6 +104,7 @@ class Member:
     Attributes:
         folder: with its files.
         shelf: number of the shelf.
+        expected: the first digits of its fingerprint; empty for any.
         pinned: whether it keeps its slot.
         lease: of the slot that it keeps, once it is there.
         fingerprint: of its files as they were read first; empty before.
@@ -113,6 +114,7 @@ class Member:
 
     folder: Path
     shelf: int
+    expected: str = ""
     pinned: bool = False
     lease: Lease | None = None
     fingerprint: str = ""
@@ -215,7 +217,7 @@ class AdapterPool:
             raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
         self._make(own, wide, slots)
         self._members = {
-            name: Member(found.folder, self._shelf_of(name, own[name]))
+            name: Member(found.folder, self._shelf_of(name, own[name]), found.expected or "")
             for name, found in folders.items()
         }
         largest = max(shelf.nbytes // slots for shelf in self._shelves)
@@ -361,7 +363,8 @@ class AdapterPool:
         check_name(name)
         self._refuse_taken(name, overwrite_ok)
         found = find(self.model, folder)
-        member = Member(found.folder, self._shelf_of(name, self._config(name, found)))
+        shelf = self._shelf_of(name, self._config(name, found))
+        member = Member(found.folder, shelf, found.expected or "")
         with self._changed:
             if pinned:
                 self._refuse_last(name, member.shelf)
@@ -542,7 +545,7 @@ class AdapterPool:
             with self._changed:
                 self._refuse_closed()
                 self._counts["loads"] += 1
-                if member.fingerprint not in ("", print_):
+                if not print_.startswith(member.fingerprint or member.expected):
                     raise StateError(
                         f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
                         f"pool.add({name!r}, …, overwrite_ok=True)."

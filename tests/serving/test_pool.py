@@ -245,7 +245,9 @@ def test_a_compiled_model_has_one_graph_for_all_adapters(backend, tmp_path):
             names = source.choices([None, *texts], k=3)
             with pool.use(names):
                 found, want = compiled(ids)[0], model(ids)[0]
-            torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+            # the norms of a Llama are in float32, whose sums inductor orders otherwise
+            bound = 1e-10 if backend == "eager" else 1e-6
+            torch.testing.assert_close(found, want, rtol=0, atol=bound)
         assert len(graphs) == 1
         assert pool.metrics()["evicted"] > 0
 
@@ -800,3 +802,17 @@ def test_names_come_from_the_folders(tmp_path):
     with AdapterPool(model, folders.values(), slots=2) as pool:
         assert [*pool] == ["a", "b"]
         assert "2 adapters" in repr(pool)
+
+
+def test_a_fingerprint_names_the_files_that_a_pool_loads(tmp_path):
+    model, folders, pool = small(tmp_path, slots=2)
+    with pool, pool.use(["a0"]):
+        print_ = pool._members["a0"].fingerprint
+    model.load_adapter(folders["a1"], load_as="a0")
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        AdapterPool(model, {"a": f"{folders['a1']}@{print_[:12]}"})
+    with AdapterPool(model, {"a": f"{folders['a0']}@{print_[:12]}"}) as named:
+        # between the first look at the files and their first use
+        model.save_adapter(folders["a0"], "a0")
+        with pytest.raises(StateError, match="have changed"), named.use(["a"]):
+            pass
