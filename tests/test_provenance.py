@@ -495,7 +495,8 @@ def test_a_server_takes_the_name(tmp_path):
     mark = model.adapter_fingerprint("a")
     names = [f"{tmp_path / 'a'}@{mark[:8]}", f"b={tmp_path / 'a'}@{mark}"]
     served = server.load(str(tmp_path / "base"), names)
-    assert list(served.model.adapters_config) == ["a", "b"]
+    assert list(served.pool) == ["a", "b"]
+    served.pool.close()
     for wrong in (f"{tmp_path / 'a'}@{'0' * 8}", f"b={tmp_path / 'a'}@{'0' * 8}"):
         with pytest.raises(CheckpointError, match=f"has the fingerprint {mark}"):
             server.load(str(tmp_path / "base"), [wrong])

@@ -66,7 +66,8 @@ OVERRIDDEN = {"_prepare_generated_length": ("generation_config", "input_ids_leng
 OTHERS = frozenset((
     "adapter_kwargs", "alpha", "batch1", "batch2", "beta", "cache_position", "generation_config",
     "head", "input", "inputs", "optimizers", "output_loading_info",
-    "pretrained_model_name_or_path",
+    # of some, as their configs have it
+    "output_router_logits", "pretrained_model_name_or_path",
 ))  # fmt: skip
 
 ROOMS = ("anatomy", "heads", "inject", "model/heads", "model/hf")

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from driver import Client, ClientError
+from safetensors.torch import save
 from server import OWNER, READER, Fault, git, sha256
 
 from adapterzoo import hub as package
 from adapterzoo.errors import CheckpointError, HubError
 
-WEIGHTS, CONFIG = b"weights" * 999, json.dumps({"name": "a"}).encode()
+# their header is read before anything is sent
+WEIGHTS, CONFIG = save({"a": torch.ones(999)}), json.dumps({"name": "a"}).encode()
 FILES = {"adapter.safetensors": WEIGHTS, "adapter_config.json": CONFIG}
 OTHER = {
     "README.md": b"# a card\n", "optimizer.pt": b"1", "model.safetensors": b"2",
