@@ -328,7 +328,7 @@ def test_metrics_in_the_text_of_prometheus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("adapters", "seconds"), [(40, 4), pytest.param(300, 60, marks=pytest.mark.sweep)]
+    ("adapters", "seconds"), [(40, 4), pytest.param(300, 60, marks=pytest.mark.sweep(whole=True))]
 )
 def test_many_threads_over_few_slots(adapters, seconds, tmp_path):
     report = zipf(tmp_path, adapters, slots=8, threads=8, seconds=seconds)
