@@ -8,7 +8,7 @@ features within chunks of b · 2^(m−1), and permutations are views.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import gcd
+from math import gcd, prod
 from typing import cast
 
 import torch
@@ -35,7 +35,7 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         Shape and dtype of x.
     """
     m, blocks, b = Q.shape[-4:-1]
-    rows = x.shape[Q.dim() - 4 : -1].numel()
+    rows = prod(x.shape[Q.dim() - 4 : -1])
     y = x.reshape(*Q.shape[:-4], rows, blocks * b)  # [*experts, rows, d_in]
     for i in range(m) if transposed else reversed(range(m)):
         factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
@@ -159,7 +159,7 @@ def dots(x: Tensor, y: Tensor, blocks: Tensor) -> Tensor:
 def _parts(x: Tensor, blocks: Tensor) -> Tensor:
     """Return `x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
     *experts, chunks, width, _ = blocks.shape
-    rows = x.shape[len(experts) : -1].numel()
+    rows = prod(x.shape[len(experts) : -1])
     # [*experts, rows, chunks, width] before the transposition
     return x.reshape(*experts, rows, chunks, width).transpose(-3, -2)
 
