@@ -151,15 +151,18 @@ def content(file: Path) -> object:
     if file.suffix != ".safetensors":
         return without_digest(file.read_text())
     with safe_open(file, "pt") as opened:
-        documents = [without_digest(text) for text in (opened.metadata() or {}).values()]
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    bits = {key: t.flatten().view(torch.uint8).tolist() for key, t in tensors.items()}
-    return documents, bits, {key: (t.dtype, t.shape) for key, t in tensors.items()}
+    return {
+        key: (t.dtype, t.shape, t.flatten().view(torch.uint8).tolist())
+        for key, t in tensors.items()
+    }
 
 
 def without_digest(text: str) -> object:
+    if not text.startswith("{"):
+        return text
     document = json.loads(text)
-    return {n: v for n, v in document.items() if n not in ("base_digest", "sha256")}
+    return {n: v for n, v in document.items() if not n.startswith("base_")}
 
 
 def equals_one_process(family, method, folder, out):
