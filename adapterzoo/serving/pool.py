@@ -215,7 +215,8 @@ class AdapterPool:
         own = {name: self._config(name, found) for name, found in folders.items()}
         if not own and not wide:
             raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
-        self._make(own, wide, slots)
+        _slots.refuse_merged(self.model)
+        self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], slots, dtype)
         self._members = {
             name: Member(found.folder, self._shelf_of(name, own[name]), found.expected or "")
             for name, found in folders.items()
@@ -245,14 +246,6 @@ class AdapterPool:
         except BaseException:
             self.close()
             raise
-
-    def _make(
-        self, own: Mapping[str, AdapterConfig], wide: Sequence[AdapterConfig], count: int
-    ) -> None:
-        """Make the shelves for these configs."""
-        _slots.refuse_merged(self.model)
-        configs = [*wide, *own.values()]
-        self._shelves = _slots.make_shelves(self.model, configs, count, self._dtype)
 
     def _named(self, adapters: Mapping[str, StrPath] | Iterable[StrPath]) -> dict[str, Found]:
         """Return the files of adapters by name.
@@ -885,11 +878,10 @@ class AdapterPool:
         forgotten; `waited_seconds` is the time that batches waited, all together.
         """
         with self._changed:
-            names = ("hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added")
             device = sum(shelf.nbytes for shelf in self._shelves)
             users = [u for places in self._places for u in places.users]
             return {
-                **{name: self._counts[name] for name in names},
+                **{name: self._counts[name] for name in _COUNTED},
                 "waited_seconds": self._waited,
                 "waiting": sum(not each.given_up for each in self._queue),
                 "adapters": len(self._members),
@@ -904,7 +896,7 @@ class AdapterPool:
         """Return `metrics` in the text format of Prometheus."""
         lines = []
         for name, value in self.metrics().items():
-            is_count = name in _COUNTED
+            is_count = name in (*_COUNTED, "waited_seconds")
             shown = f"adapterzoo_pool_{name}{'_total' if is_count else ''}"
             kind = "counter" if is_count else "gauge"
             lines += [f"# TYPE {shown} {kind}", f"{shown} {value:g}"]
@@ -954,7 +946,4 @@ def _here() -> object:
 
 # for all pools, as torch's random numbers are those of the process
 _LOADING = threading.RLock()
-_COUNTED = frozenset(
-    {"hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added",
-     "waited_seconds"}
-)  # fmt: skip
+_COUNTED = "hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added"
