@@ -80,15 +80,8 @@ class Forked(Server):
         self.log = folder.parent / "log.txt"
         self.child = forked(lambda: command_line(command, standalone_mode=False), self.log)
 
-    def wait(self) -> None:
-        end = time.monotonic() + 120
-        while True:
-            try:
-                assert self.get("/health")[0] == 200
-                return
-            except OSError:
-                assert time.monotonic() < end, self.log.read_text()
-                time.sleep(0.05)
+    def is_running(self) -> bool:
+        return True
 
 
 def kill_start(world: World, own: random.Random) -> str:

@@ -71,15 +71,22 @@ class Server:
                 [*command, "--port", str(self.port), *sizes], stdout=log, stderr=log,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
             )  # fmt: skip
+        self.wait()
+
+    def is_running(self):
+        return self.process.poll() is None
+
+    def wait(self):
+        """Wait until it answers."""
         end = time.monotonic() + 120
         while True:
             try:
                 assert self.get("/health")[0] == 200
                 return
             except OSError:
-                assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < end
-                time.sleep(0.2)
+                assert self.is_running(), self.log.read_text()
+                assert time.monotonic() < end, self.log.read_text()
+                time.sleep(0.05)
 
     def ask(self, method, path, body=None, headers=()):
         """The status and the text of an answer."""
