@@ -244,7 +244,7 @@ PATHS = ["/", "//", "/v1", "/v1/", "/v1/models/", "/v1/models/tiny", "/v1/models
          "/v1/models/../../reset", "/v1/../reset", "//v1/models", "/v1//models", "/./v1/models",
          "/v1/models/..%2f..%2freset", "/v1/models%00", "/v1/completions/", "/v1/Completions",
          "/reset", "/load_model", "/v1/responses", "/v1/systemone", "/v1/audio/transcriptions",
-         "/docs", "/redoc", "/openapi.json", "/metrics", "/v1/models;x",
+         "/docs", "/redoc", "/openapi.json", "/metrics/", "/v1/models;x",
          "/%2e%2e/%2e%2e/etc/passwd",
          "/v1%252Fmodels", "/v1/models%20", "/v1/models%0d%0ax:%20y", "/reset%3F", "/%72eset",
          "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "*", "/\ufffd", "/" + "a" * 9000,

@@ -358,12 +358,12 @@ class Groups(RowGroups):
         """Return the scaling of each adapter, `[n]`; layers with equal scalings share it.
 
         Args:
-            scaling: n numbers, or a tensor of them on the CPU, which is returned as it is there.
+            scaling: n numbers, or a tensor of them on the CPU.
             device: of the result.
             dtype: of the result.
         """
         if isinstance(scaling, Tensor) and device == _HOST:
-            return scaling
+            return scaling.to(dtype)
         each = tuple(scaling.tolist() if isinstance(scaling, Tensor) else scaling)
         if torch.compiler.is_compiling():
             return torch.tensor(each, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
 )
+from waiting import until
 
 import batching
 from adapterzoo import AdapterSetup, AutoAdapterModel, Average, BatchSplit, Split, Stack, init
@@ -276,15 +277,8 @@ def test_an_adapter_that_must_be_alone_is_right_alone():
         with pytest.raises(StateError, match=r"add_request\(\): 'x' adapts"):
             running.add(given[1], adapter_name="l")
         assert list(running.result(key).generated_tokens) == wants[0]
-        wait_until(lambda: not running.manager.requests.pins)
+        until(lambda: not running.manager.requests.pins)
         assert running.run(given[1], adapter_name="l") == wants[1]
-
-
-def wait_until(is_true):
-    end = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_tokens_are_streamed():
@@ -314,7 +308,7 @@ def test_children_have_the_adapter_of_their_parent():
         for key, want in zip(keys, wants, strict=True):
             for each in (key, f"{key}__child#0", f"{key}__child#1"):
                 assert list(running.result(each).generated_tokens) == want
-        wait_until(lambda: not running.manager.requests.pins)
+        until(lambda: not running.manager.requests.pins)
 
 
 def test_a_prompt_in_parts_of_one_token():
@@ -442,7 +436,7 @@ def test_a_deletion_waits_for_the_requests_in_flight():
         keys = [running.add(p, adapter_name=n) for p, n in zip(given, names, strict=True)]
         deleting = threading.Thread(target=model.delete_adapter, args=("a",))
         deleting.start()
-        wait_until(lambda: running.manager.requests.leaving["a"])
+        until(lambda: running.manager.requests.leaving["a"])
         with pytest.raises(StateError, match=r"'a' is being deleted or replaced"):
             running.add(given[0], adapter_name="a")
         for key, want in zip(keys, wants, strict=True):
@@ -565,7 +559,7 @@ def test_a_bad_request_fails_alone():
         for each in keys:
             assert [list(running.result(key).generated_tokens) for key in each] == wants
         running.result("mine")
-        wait_until(lambda: not running.manager.requests.pins)
+        until(lambda: not running.manager.requests.pins)
 
 
 def test_a_request_without_an_end_fills_the_cache():

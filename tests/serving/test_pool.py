@@ -17,6 +17,7 @@ from pools import zipf
 from snapshots import stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from variants import VARIANTS
+from waiting import until
 
 from adapterzoo import AdapterSetup, formats, init
 from adapterzoo.errors import (
@@ -425,13 +426,6 @@ def test_adding_replacing_and_removing_while_others_run(tmp_path):
 
 
 # --- what ends early, comes together, or fails ---
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @contextmanager
