@@ -180,7 +180,7 @@ merging: $(VENV)/.test-$(KEY)
 # writes the table that tests/test_anatomy.py and tests/test_architectures.py check;
 # ARGS="--types bert" runs that row only, ARGS=--stale those that a new method at linear layers takes
 architectures: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS) $(ARGS)
+	$(BIN)/python -m tests.architectures docs/architecture-table.md --workers $(WORKERS) $(ARGS)
 
 # writes the table of docs/switching.md that tests/test_frames.py checks; two minutes
 frames: $(VENV)/.test-$(KEY)

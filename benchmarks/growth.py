@@ -227,6 +227,10 @@ UNITS = {
 }
 
 
+# what the first page shows
+FIRST = ("loading the n-th", "switching", "step, n tokens", "mixed batch of n adapters / one")
+
+
 def main() -> None:
     """Measure, and write after each part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -252,6 +256,8 @@ def main() -> None:
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     options.plot.write_text(plot(document), encoding="utf-8")
+    first = {"panels": {title: document["panels"][title] for title in FIRST}}
+    options.plot.with_stem(options.plot.stem + "-first").write_text(plot(first), encoding="utf-8")
 
 
 def _wanted(options: argparse.Namespace) -> Iterator[str]:

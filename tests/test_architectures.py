@@ -1,4 +1,4 @@
-"""Adapters at every kind of site of every model type: the columns of `docs/architectures.md`."""
+"""Adapters at every kind of site of every model type: columns of docs/architecture-table.md."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import survey
+from architectures import finder, survey
 from architectures import table as tables
 from architectures.tiny_models import NoTinyModelError, tiny_model
 from swept import all_but
 
 from adapterzoo import ConfigUnion
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import architectures as registered
 from adapterzoo.errors import SiteError
 from adapterzoo.model import training
 from adapterzoo.model.state import is_base
 from adapterzoo.testing import TinyModel, report_on
 
-PAGE = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "architecture-table.md").read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)
 COLUMNS = tables.columns()[:-1]
 RAN = [name for name, row in COMMITTED.items() if any(row[c] for c in COLUMNS)]
 same_version = pytest.mark.skipif(
     PAGE.splitlines()[0].rpartition(" ")[2] != transformers.__version__,
-    reason="docs/architectures.md was made with another transformers",
+    reason="docs/architecture-table.md was made with another transformers",
 )
 
 
@@ -46,7 +47,7 @@ def each_of(names):
 def test_methods_do_on_the_model_what_the_page_says(model_type):
     ((_, found),) = tables.of_types([model_type])
     assert found == COMMITTED[model_type], (
-        f"docs/architectures.md is stale: make architectures ARGS='--types {model_type}'"
+        f"docs/architecture-table.md is stale: make architectures ARGS='--types {model_type}'"
     )
 
 
@@ -88,6 +89,24 @@ def test_the_page_has_the_promised_number_of_green_rows():
         for x in PAGE.splitlines()
         if x.startswith(("- model types whose", "- of these with all c", "- types on which"))
     ]
+
+
+def test_the_short_page_says_what_the_table_says():
+    page = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    shown = {c[1].rpartition("`")[0].rpartition("`")[2]: c for c in map(_cells, page.splitlines())}
+    names = {"lora": "LoRA", "prefix_tuning": "prefixes", "prompt_tuning": "prompts"}
+    for model_type, row in COMMITTED.items():
+        found = shown[model_type][2]
+        for column, name in names.items():
+            said = (name in found) != found.startswith("all but") or found == "all"
+            assert said == row[column].startswith(tables.GREEN), (model_type, column)
+    for model_type in ("bert", "bamba", "llama"):
+        layers = finder.targets(Anatomy(tiny_model(model_type).model))
+        assert shown[model_type][4] == " ".join(f"`{name}`" for name in layers)
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.split("|")] if line.startswith("| ") else ["", ""]
 
 
 def test_every_registered_method_has_a_column():

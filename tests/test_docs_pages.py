@@ -25,7 +25,7 @@ from adapterzoo import (
     trainer,
 )
 from adapterzoo.auto import AdapterModel
-from adapterzoo.config import config_strings
+from adapterzoo.config import AdapterConfig, config_strings
 from adapterzoo.methods.fusion import fusion_configs
 from adapterzoo.model.heads import outputs
 from adapterzoo.peft.utils import hotswap
@@ -146,6 +146,31 @@ def test_links_of_the_readme_lead_somewhere():
     links = [link for link, _ in LINK.findall((ROOT / "README.md").read_text())]
     assert len(links) > 10
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmark():
+    shape = "Llama, 512 wide, 8 layers, 8 × 128 tokens"
+    titles = {
+        "step, LoRA with dropout": f"step: LoRA r=8, dropout 0.05, {shape}",
+        "step, DoRA": f"step: DoRA r=8, {shape}",
+        "step, BOFT": f"step: BOFT b=4 m=1, {shape}",
+        "memory, LoRA with dropout": f"saved bytes: LoRA r=8, dropout 0.05, {shape}",
+        "loading 50 adapters": "loading 50 LoRA adapters",
+    }
+    sections = json.loads((ROOT / "benchmarks/results/cpu.json").read_text())["sections"].values()
+    measured = {f["name"]: f for section in sections for f in section["figures"]}
+    rows = {row[0]: row[1:3] for row in table("../README.md")}
+    for title, name in titles.items():
+        figures = [measured[name][side]["median"] for side in ("ours", "theirs")]
+        form = "{:.1f} s" if name.startswith("loading") else "{:.2f}"
+        assert rows[title] == [form.format(figure) for figure in figures], title
+
+
+def test_methods_that_the_readme_counts():
+    said = re.search(r"with (\d+) methods", (ROOT / "README.md").read_text())
+    names = {AdapterConfig.load(name) for name in config_strings if name != "union"}
+    assert said
+    assert int(said[1]) == len(names)
 
 
 def test_the_check_of_the_built_site_bites(tmp_path):

@@ -15,7 +15,7 @@ from run_readme import ROOT, run, shown
 def test_it_runs_all_blocks_under_use() -> None:
     code = shown((ROOT / "README.md").read_text("utf-8"))
     assert "AdapterTrainer(model" in code
-    assert "average_adapter" in code
+    assert "adapter_names=" in code
     assert "make quickstart" not in code
     with pytest.raises(SystemExit, match="no block"):
         shown("# a\n\n## Use\n\nnothing\n")

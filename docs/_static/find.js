@@ -1,4 +1,4 @@
-// A field that keeps the rows of the first table of "Find your model" in which all of its words stand.
+// A field that keeps the rows of the table of "Find your model" in which all of its words stand.
 document.addEventListener("DOMContentLoaded", () => {
   const table = document.querySelector("#find-your-model table");
   if (!table) return;
@@ -23,10 +23,9 @@ document.addEventListener("DOMContentLoaded", () => {
   };
 
   field.addEventListener("input", show);
-  const place = table.closest(".table-wrapper") ?? table;
   const line = document.createElement("p");
   line.append(field, " ", count);
-  place.before(line);
+  document.querySelector("#find-your-model p").after(line);
   // a link may carry the name: architectures.html#find=mamba
   const asked = /^#find=(.+)$/.exec(window.location.hash);
   if (asked) field.value = decodeURIComponent(asked[1]);

@@ -1,4 +1,4 @@
-"""The command that writes the page."""
+"""The command that writes the pages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from . import survey, table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page; return 1 if a row has turned red or the survey found something wrong."""
+    """Write the pages; return 1 if a row has turned red or the survey found something wrong."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    parser = argparse.ArgumentParser(description="Write docs/architectures.md anew.")
+    parser = argparse.ArgumentParser(
+        description="Write docs/architecture-table.md and docs/architectures.md anew."
+    )
     parser.add_argument("page", nargs="?", type=Path)
     parser.add_argument(
         "--types",
@@ -50,8 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     if some is not None:
         found = known | found
     if chosen.page is not None:
-        text = survey.render(lines, transformers.__version__, table.more(found))
-        chosen.page.write_text(text, encoding="utf-8")
+        version, more = transformers.__version__, table.more(found)
+        chosen.page.write_text(survey.render(lines, version, more), encoding="utf-8")
+        short = chosen.page.with_name("architectures.md")
+        short.write_text(survey.finding(lines, version, more), encoding="utf-8")
     wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]
     wrong += [
         f"{name}: {row['why not']}"

@@ -53,27 +53,27 @@ _TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("detection", ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION")),
     ("segmentation", ("SEMANTIC_SEGMENTATION", "INSTANCE_SEGMENTATION", "UNIVERSAL_SEGMENTATION")),
 )
-_GENERATE = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
 # columns of the large table that say whether a kind of adapter works
-_METHODS = {"lora": "LoRA", "bottleneck": "bottleneck", "reft": "ReFT", "ln_tuning": "norms"}
+_METHODS = {
+    "lora": "LoRA", "bottleneck": "bottlenecks", "reft": "ReFT", "ln_tuning": "norms",
+    "prefix_tuning": "prefixes", "prompt_tuning": "prompts",
+}  # fmt: skip
 
-HEAD = """## Find your model
+HEAD = """# Find your model
 
-Search for a model's type (`model_type` in its `config.json`) or for its name. If the page shows no
-search field, use your browser's search.
+Type a name, or the `model_type` in a model's `config.json`: {count} types of transformers
+{version}.
 
-- *adapters*: the kinds that passed the test described [below](#all-model-types) on a tiny model.
-  `all`: LoRA and its relatives, bottlenecks, ReFT and norms; `untested`: no inputs or no tiny model
-  could be made, for the reason given in the last column of the large table.
-- *prefix* and *prompt*: prefix tuning at the attention, prompt tuning at the input tokens.
-- *heads*: the tasks for which transformers has a class of this type; the heads of these classes are
-  used and saved with adapters. `AutoAdapterModel` adds [named heads](heads.md) to every type.
-- *generate*: whether a class of this type generates.
-- *default LoRA*: the layers that `LoRAConfig()` adapts; `–`: name layers with `target_modules`, or
-  write `"all-linear"`.
+- *methods* that passed [a test](architecture-table.md) on a tiny model of the type. `all` are LoRA
+  and its relatives, bottlenecks, ReFT, norms, prefixes and prompts; `not tested`: no tiny model or
+  no inputs could be made.
+- *heads* for which transformers has a class of the type. `AutoAdapterModel` adds [named
+  heads](heads.md) to every type.
+- *default LoRA*: the layers that `LoRAConfig()` adapts. Where there are none, name layers with
+  `target_modules`, or write `"all-linear"`.
 
-| name | model type | adapters | prefix | prompt | heads | generate | default LoRA |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| model | methods | heads | default LoRA |
+| --- | --- | --- | --- |
 """
 
 
@@ -86,15 +86,18 @@ def targets(anatomy: Anatomy) -> tuple[str, ...]:
     return tuple(dict.fromkeys((s.parameter or s.path).rpartition(".")[2] for s in sites))
 
 
-def render(found: Iterable[tuple[str, tuple[str, ...]]], cells: Mapping[str, Any]) -> str:
-    """The section with the table, sorted by name.
+def render(
+    found: Iterable[tuple[str, tuple[str, ...]]], cells: Mapping[str, Any], version: str
+) -> str:
+    """The page, sorted by name.
 
     Args:
         found: model types, each with what `targets` returned.
         cells: model type → name of a column of the large table → its text.
+        version: of transformers.
     """
     rows = sorted((_row(*each, cells.get(each[0], {})) for each in found), key=str.lower)
-    return HEAD + "".join(rows)
+    return HEAD.format(count=len(rows), version=version) + "".join(rows)
 
 
 def _row(model_type: str, layers: tuple[str, ...], cells: Mapping[str, str]) -> str:
@@ -107,18 +110,23 @@ def _row(model_type: str, layers: tuple[str, ...], cells: Mapping[str, str]) -> 
     cls = modeling_auto.MODEL_MAPPING_NAMES[model_type]
     names = [(cls if isinstance(cls, str) else cls[0]).removesuffix("Model")]
     names += filter(None, [KNOWN_AS.get(model_type)])
-    passed = {column for column, text in cells.items() if text.startswith("✓")}
-    works = [name for column, name in _METHODS.items() if column in passed]
-    tested = any(cells.get(column) for column in (*_METHODS, "prefix_tuning", "prompt_tuning"))
-    adapters = "all" if len(works) == len(_METHODS) else ", ".join(works)
     shown = (
-        ", ".join(names),
-        f"`{model_type}`",
-        adapters or ("none" if tested else "untested"),
-        "✓" if "prefix_tuning" in passed else "",
-        "✓" if "prompt_tuning" in passed else "",
+        f"{', '.join(names)} `{model_type}`",
+        _works(cells),
         ", ".join(name for name, tasks in _TASKS if has(*tasks)),
-        "✓" if has(*_GENERATE) else "",
         " ".join(f"`{name}`" for name in layers) or "–",
     )
     return f"| {' | '.join(shown)} |\n"
+
+
+def _works(cells: Mapping[str, str]) -> str:
+    works, fails = list[str](), list[str]()
+    for column, name in _METHODS.items():
+        (works if cells.get(column, "").startswith("✓") else fails).append(name)
+    if not any(cells.get(column) for column in _METHODS):
+        return "not tested"
+    if not fails:
+        return "all"
+    if not works:
+        return "none"
+    return f"all but {', '.join(fails)}" if len(fails) < len(works) else ", ".join(works)

@@ -241,16 +241,10 @@ def render(lines: Iterable[Line], version: str, more: Columns | None = None) -> 
     proven = sum(x.proven[0] for x in built)
     plain = sum(x.plain for x in complete)
     share = 100 * len(complete) / max(1, len(attentive))
-    finding = finder.render(
-        ((x.model_type, x.targets) for x in lines),
-        {t: dict(zip(more.names, cells, strict=True)) for t, cells in more.cells.items()},
-    )
     head = f"""# Where adapters can go, for every model type of transformers {version}
 
-Written by `make architectures`; tests compare it with the current results.
-
-{finding}
-## All model types
+Written by `make architectures`; tests compare it with the current results. [Find your
+model](architectures.md) is the short form.
 
 - model types: {len(lines)}
 - built on the meta device from their default configuration: {len(built)}
@@ -270,6 +264,18 @@ attention or feed-forward parts that the remark excludes do not count.
 """
     blank = ("",) * len(more.names)
     return head + "".join(_row(x, more.cells.get(x.model_type, blank)) for x in lines)
+
+
+def finding(lines: Iterable[Line], version: str, more: Columns) -> str:
+    """The page to find a model in, as Markdown.
+
+    Args:
+        lines: of the survey.
+        version: of transformers.
+        more: columns of what each method did.
+    """
+    cells = {t: dict(zip(more.names, row, strict=True)) for t, row in more.cells.items()}
+    return finder.render(((x.model_type, x.targets) for x in lines), cells, version)
 
 
 _SHORT = {"query": "q", "key": "k", "value": "v", "qkv": "qkv", "attention_out": "o"}

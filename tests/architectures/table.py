@@ -310,8 +310,7 @@ def more(found: Mapping[str, Cells]) -> survey.Columns:
 def read(page: str) -> dict[str, Cells]:
     """The cells of a page."""
     names = columns()
-    large = page.partition("\n## All model types\n")[2] or page
-    rows = [line.split("|") for line in large.splitlines() if line.startswith("| ")]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
     table = {row[1].strip(): [c.strip() for c in row[8:-1]] for row in rows}
     return {
         name: dict(zip(names, row, strict=True))
