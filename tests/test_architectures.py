@@ -15,8 +15,7 @@ from architectures import table as tables
 from architectures.tiny_models import NoTinyModelError, tiny_model
 from swept import all_but
 
-from adapterzoo import ConfigUnion
-from adapterzoo.anatomy import Anatomy
+from adapterzoo import ConfigUnion, init
 from adapterzoo.config import architectures as registered
 from adapterzoo.errors import SiteError
 from adapterzoo.model import training
@@ -101,7 +100,7 @@ def test_the_short_page_says_what_the_table_says():
             said = (name in found) != found.startswith("all but") or found == "all"
             assert said == row[column].startswith(tables.GREEN), (model_type, column)
     for model_type in ("bert", "bamba", "llama"):
-        layers = finder.targets(Anatomy(tiny_model(model_type).model))
+        layers = finder.targets(init(tiny_model(model_type).model).anatomy)
         assert shown[model_type][4] == " ".join(f"`{name}`" for name in layers)
 
 
