@@ -145,13 +145,15 @@ def page(document: dict[str, Any] | None, image: str) -> str:
         f"{about['test_rows']:,} test reviews of {about['movies']} movies, torch {about['torch']}, "
         f"transformers {about['transformers']}, {about['machine']}."
     )
+    errors = sorted(row["standard_error"] for row in rows)
     closing = (
         f"The best accuracy is that of `{about['best']}`. At most two standard errors below it: "
         f"{', '.join(best)}."
         if best
         else f"`{about['best']}` is more than two standard errors above all others."
     )
-    parts = [f"![{_alt(about)}]({image})", head, table(document), closing]
+    error = f"The standard error of an accuracy is {errors[0]:.3f} to {errors[-1]:.3f}."
+    parts = [f"![{_alt(about)}]({image})", head, table(document), f"{closing} {error}"]
     return "\n\n".join(parts)
 
 
@@ -164,7 +166,7 @@ def table(document: dict[str, Any]) -> str:
     for row in document["rows"]:
         accuracy = f"{row['accuracy']:.3f}"
         accuracy = f"**{accuracy}**" if is_near_best(row) else accuracy
-        cells = [_name(row), f"{accuracy}{_ERROR}{row['standard_error']:.3f}", *[""] * 6]
+        cells = [_name(row), accuracy, *[""] * 6]
         if "step" in row:
             difference, error = row["to_reference"]
             is_reference = row["label"] == reference

@@ -109,7 +109,10 @@ def meanings(cls: type) -> dict[str, str]:
         text = inspect.cleandoc(vars(base).get("__doc__") or "")
         section = text.partition("Attributes:\n")[2].partition("\n\n")[0]
         for name, meaning in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
-            found[name] = " ".join(meaning.split())
+            said = " ".join(meaning.split())
+            # what a class adds to the values of its base
+            adds = said.startswith("also ") and name in found
+            found[name] = f"{found[name].rstrip('.')}; {said}" if adds else said
     return found
 
 
@@ -148,9 +151,9 @@ def options(given: Sequence[str], patterns: Sequence[str] = ()) -> str:
         values: dict[str, list[str]] = {}
         for string, config in configs.items():
             values.setdefault(_value(getattr(config, name)), []).append(string)
-        by_name = (f"{v} in {', '.join(f'`{s}`' for s in who)}" for v, who in values.items())
-        default = next(iter(values)) if len(values) == 1 else "; ".join(by_name)
-        lines.append(f"| `{name}` | {default} | {_sentence(said[name])} |")
+        usual = max(values, key=lambda value: len(values[value]))
+        other = [f"{v} in {', '.join(f'`{s}`' for s in values[v])}" for v in values if v != usual]
+        lines.append(f"| `{name}` | {'; '.join([usual, *other])} | {_cell(said[name])} |")
     if places := [f"`{n}`" for n in defaults(type(first)) if n in PLACES and n not in shown]:
         lines.append(
             f"\nThe others choose [what is adapted](index.md#fields-that-choose-the-layers): "
@@ -179,8 +182,13 @@ def _value(value: object) -> str:
     return f"`{value!r}`"
 
 
-def _sentence(text: str) -> str:
-    return (text[0].upper() + text[1:]).replace("|", "\\|")
+def _cell(text: str) -> str:
+    """Return a meaning with its values as code."""
+    parts = text.replace("|", "\\|").split("`")
+    # outside of code that is marked already
+    parts[::2] = [re.sub(r'"([^"\s]+)"', r'¦"\1"¦', part) for part in parts[::2]]
+    shown = "`".join(parts).replace("¦", "`")
+    return shown.rstrip(".") if ". " not in shown else shown
 
 
 # --- cost ---

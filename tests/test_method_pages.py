@@ -66,7 +66,9 @@ def test_a_page_has_all_parts_in_their_order(path):
     entries = re.findall(r"^@\w+\{(.*?)^\}$", found["Citation"], re.MULTILINE | re.DOTALL)
     assert entries
     for entry in entries:
-        assert {"title", "author", "year"} <= set(re.findall(r"^ +(\w+) +=", entry, re.MULTILINE))
+        keys = {*re.findall(r"^  (\w+) = ", entry, re.MULTILINE)}
+        assert keys >= {"title", "author", "year"}
+        assert keys & {"eprint", "howpublished"}
         assert entry.count("{") == entry.count("}")
 
 
@@ -103,11 +105,14 @@ def same_class(name: str, others: list[str]) -> bool:
 
 def test_a_table_of_options_has_names_defaults_and_meanings():
     rows = [line.strip("| ").split(" | ") for line in facts.options(["dora"]).splitlines()]
-    assert ["`r`", "`8`", "Rank, 1 to 65,536."] in rows
+    assert ["`r`", "`8`", "rank, 1 to 65,536"] in rows
     assert ["`convention`", '`"paper"`'] in [row[:2] for row in rows]
     both = facts.options(["seq_bn", "double_seq_bn"], ["mh_adapter", "reduction_factor"])
-    assert "| `mh_adapter` | `False` in `seq_bn`; `True` in `double_seq_bn` | A" in both
-    assert "| `reduction_factor` | `16` | T" in both
+    assert "| `mh_adapter` | `False`; `True` in `double_seq_bn` | adapters after" in both
+    assert "| `reduction_factor` | `16` | the width is" in both
+    (start,) = [row for row in facts.options(["lora"]).splitlines() if "`init_weights`" in row]
+    assert '`"lora"`: B is zero' in start
+    assert '`"pissa"`' in start
     for name in PAGES:
         config = facts.config_of(name)
         assert {*facts.meanings(type(config))} >= {*fields_of(type(config))} - {"configs"}, name
@@ -232,7 +237,7 @@ def test_the_recommendations_have_the_figures_of_the_comparison():
     def accuracy(*labels: str) -> list[str]:
         return [f"{RESULTS[label]['accuracy']:.3f}" for label in labels]
 
-    assert figures("nothing special") == accuracy("lora")
+    assert figures("no special need") == accuracy("lora")
     assert figures("the best accuracy") == accuracy("lora, all layers", "full fine-tuning")
     assert accuracy("eva") == accuracy("lora, all layers")
     assert figures("the same quality in fewer bytes") == accuracy("lokr", "ia3", "boft")
