@@ -145,37 +145,38 @@ def page(document: dict[str, Any] | None, image: str) -> str:
         f"{about['test_rows']:,} test reviews of {about['movies']} movies, torch {about['torch']}, "
         f"transformers {about['transformers']}, {about['machine']}."
     )
+    errors = sorted(row["standard_error"] for row in rows)
     closing = (
         f"The best accuracy is that of `{about['best']}`. At most two standard errors below it: "
         f"{', '.join(best)}."
         if best
         else f"`{about['best']}` is more than two standard errors above all others."
     )
-    parts = [f"![{_alt(about)}]({image})", head, table(document), closing]
+    error = f"The standard error of an accuracy is {errors[0]:.3f} to {errors[-1]:.3f}."
+    parts = [f"![{_alt(about)}]({image})", head, table(document), f"{closing} {error}"]
     return "\n\n".join(parts)
 
 
 def table(document: dict[str, Any]) -> str:
     """Return the table, in Markdown."""
     reference = document["about"]["reference"]
-    titles = ("rate", "trainable", "accuracy", "runs", f"against {reference}", "step",
-              "memory, MB", "file, kB")  # fmt: skip
+    titles = ("accuracy", f"against {reference}", "trainable", "file, kB", "step", "memory, MB",
+              "rate")  # fmt: skip
     lines = [f"| method | {' | '.join(titles)} |", f"| --- |{' --: |' * len(titles)}"]
     for row in document["rows"]:
         accuracy = f"{row['accuracy']:.3f}"
         accuracy = f"**{accuracy}**" if is_near_best(row) else accuracy
-        spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
-        both = f"{accuracy}{_ERROR}{row['standard_error']:.3f}"
-        cells = [_name(row), "", "", both, spread, "", "", "", ""]
+        cells = [_name(row), accuracy, *[""] * 6]
         if "step" in row:
             difference, error = row["to_reference"]
             is_reference = row["label"] == reference
-            cells[1:3] = [_rate(row["learning_rate"]), f"{row['trainable']:,}"]
-            cells[5:] = [
+            cells[2:] = [
                 "" if is_reference else f"{_signed(difference)}{_ERROR}{error:.3f}",
+                f"{row['trainable']:,}",
+                f"{row['file'] / 1e3:,.0f}",
                 f"{row['step'][0]:.2f}",
                 f"{row['memory'] / 1e6:,.1f}",
-                f"{row['file'] / 1e3:,.0f}",
+                _rate(row["learning_rate"]),
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *DOCS.rglob("*.md"))}
 FENCE = re.compile(r"^ *```(\w+)$", re.MULTILINE)
 # shown, not run: what a shell, a table or a file looks like
-SHOWN = {"console", "csv", "text", "toml"}
+SHOWN = {"bibtex", "console", "csv", "text", "toml"}
 # what needs a Hub that can be written to, and searched
 ON_THE_HUB = {"docs/hub.md"}
 HUB_COMMANDS = {"push", "list"}
