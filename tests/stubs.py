@@ -3,9 +3,11 @@
 Both packages make much of what they offer when it is asked for: the config classes take the
 peers' fields, methods are added to models, and `adapterzoo.peft` has classes made of tables. A
 type checker sees none of this, so that it is declared in stubs, which are made of the tables and
-signatures of the running library. `python -m stubs --write` writes them; `test_types` compares.
+signatures of the running library. `python -m fixed names --write` writes them; `test_types`
+compares.
 
-Where a config takes a list, it keeps a tuple: the stubs say `Sequence` where a field says `tuple`.
+A config takes any collection and keeps a tuple: the stubs say `Collection` where a field says
+`tuple`.
 The methods of a model are those of the mixin, with PEFT's and those of `adapters`, and of the base
 class of transformers' models. `__getattr__` of `nn.Module` is hidden: by it, every misspelled name
 would be a `Tensor | Module`.
@@ -13,10 +15,8 @@ would be a `Tensor | Module`.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import subprocess
 import sys
@@ -49,7 +49,7 @@ from adapterzoo.model.hf import factory
 from adapterzoo.peft_arguments import COMMON, PeftArgument, classes_of_peft
 
 ROOT = Path(adapterzoo.__file__).parent
-WRITTEN = '''"""Written by `python -m stubs --write` in tests; see there."""
+WRITTEN = '''"""What type checkers read; `make fixed ARGS="names --write"` writes it."""
 
 # methods of transformers' models have other signatures, and `__getattr__` is hidden
 # mypy: disable-error-code="assignment, misc, override"
@@ -68,7 +68,7 @@ class Imports:
         return "\n".join(sorted(self.lines)) + "\n"
 
     def text(self, annotation: object, module: str, widens: bool = False) -> str:
-        """An annotation of a module as the stub writes it; `tuple` may become `Sequence`."""
+        """An annotation of a module as the stub writes it; `tuple` may become `Collection`."""
         if annotation is inspect.Parameter.empty:
             return "Any"
         given = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
@@ -487,15 +487,7 @@ STUBS: dict[Path, Callable[[], str]] = {
 }
 
 
-def main() -> None:
+def write() -> None:
     """Write the stubs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", required=True)
-    parser.parse_args()
     for path, make in STUBS.items():
         path.write_text(formatted(make()), "utf-8")
-
-
-if __name__ == "__main__":
-    importlib.import_module("adapterzoo.peft")
-    main()

@@ -1,4 +1,4 @@
-"""Written by `python -m stubs --write` in tests; see there."""
+"""What type checkers read; `make fixed ARGS="names --write"` writes it."""
 
 # methods of transformers' models have other signatures, and `__getattr__` is hidden
 # mypy: disable-error-code="assignment, misc, override"
