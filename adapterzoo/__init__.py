@@ -13,56 +13,10 @@ model.train_adapter("reviews")
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .errors import no_attribute as _no_attribute
 from .hosts import watch as _watch
-
-if TYPE_CHECKING:
-    from .auto import AutoAdapterModel
-    from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
-    from .config import AdapterConfig, ConfigUnion, MultiTaskConfig
-    from .errors import AdapterZooError, BaseModelWarning
-    from .heads import (
-        DependencyParsingHead,
-        LMHead,
-        MultipleChoiceHead,
-        PooledHead,
-        PredictionHead,
-        QuestionAnsweringHead,
-        TaggingHead,
-        TaskHead,
-    )
-    from .hub import AdapterInfo, adapter_info, list_adapters
-    from .methods.bottleneck import (
-        AdapterPlusConfig,
-        BnConfig,
-        CompacterConfig,
-        CompacterPlusPlusConfig,
-        DoubleSeqBnConfig,
-        DoubleSeqBnInvConfig,
-        NoLanguageAdaptersConfig,
-        ParBnConfig,
-        SeqBnConfig,
-        SeqBnInvConfig,
-    )
-    from .methods.fusion import (
-        AdapterFusionConfig,
-        DynamicAdapterFusionConfig,
-        StaticAdapterFusionConfig,
-    )
-    from .methods.ia3 import IA3Config
-    from .methods.ln import LNTuningConfig
-    from .methods.low_rank import DoRAConfig, DvoRAConfig, LoRAConfig, MTLLoRAConfig, VeraConfig
-    from .methods.lycoris import LoHaConfig, LoKrConfig
-    from .methods.miss import MissConfig
-    from .methods.prompt import PrefixTuningConfig, PromptTuningConfig
-    from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
-    from .methods.rotation import BOFTConfig, OFTConfig
-    from .methods.trainable_tokens import TrainableTokensConfig
-    from .methods.unions import MAMConfig, UniPELTConfig
-    from .model import AdapterModelMixin, AdapterSetup, init, load_model
-    from .multi import MultiAdapterTrainer, sweep
-    from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
 __version__ = "0.1.0.dev0"
 
@@ -72,7 +26,7 @@ _watch()
 # the public names of each module but those of methods; imported on first use, so that
 # `import adapterzoo` alone does not import torch or transformers
 _HOMES = {
-    "auto": ("AutoAdapterModel",),
+    "auto": ("AdapterModel", "AutoAdapterModel"),
     "composition": (
         "Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split", "Stack",
     ),
@@ -108,10 +62,18 @@ _OF_ADAPTERS = {
     "utils": ("AdapterType", "get_adapter_config_hash", "get_adapter_info"),
 }  # fmt: skip
 
+# modules that are imported when they are asked for, `adapterzoo.peft`
+_MODULES = (
+    "anatomy", "call", "composition", "config", "configuration", "context", "contracts", "errors",
+    "heads", "hub", "interface", "kernels", "loading", "loraplus", "methods", "model", "models",
+    "multi", "peft", "serving", "spelling", "testing", "trainer", "training", "utils", "wrappers",
+)  # fmt: skip
+
 __all__ = [
     "AdapterConfig",
     "AdapterFusionConfig",
     "AdapterInfo",
+    "AdapterModel",
     "AdapterModelMixin",
     "AdapterPlusConfig",
     "AdapterSetup",
@@ -179,6 +141,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     homes = (*_HOMES.items(), *_OF_ADAPTERS.items(), ("methods", __all__))
     home = next((module for module, names in homes if name in names), None)
     if home is not None:
@@ -186,8 +150,13 @@ def __getattr__(name: str) -> Any:
     if name.endswith("AdapterModel"):
         # BertAdapterModel and other such classes are made on first use
         return importlib.import_module(".auto", __name__).class_named(name)
-    raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
+    raise _no_attribute(__name__, name, __dir__(), _in_peft)
+
+
+def _in_peft(name: str) -> list[str]:
+    is_there = name in dir(importlib.import_module(".peft", __name__))
+    return [f"adapterzoo.peft.{name} for PEFT's signature"] if is_there else []
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__}.union(*_OF_ADAPTERS.values()))
+    return sorted({"__version__", *__all__, *_MODULES}.union(*_OF_ADAPTERS.values()))

@@ -29,10 +29,18 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
+
+__all__ = [
+    "AdapterZooError", "BaseModelWarning", "BatchError", "CheckpointError", "CompositionError",
+    "ConfigError", "DuplicateNameError", "FieldError", "HubError", "KernelError",
+    "MissingEntryError", "SetupError", "SiteError", "StateError", "UnknownNameError",
+]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -152,6 +160,32 @@ def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) ->
     return UnknownNameError(f"{start}there is no {kind} {name!r}. {hint}{also}")
 
 
+def no_attribute(
+    module: str, name: str, known: Iterable[str], others: Callable[[str], list[str]]
+) -> AttributeError | ImportError:
+    """Return the error of a package's `__getattr__`, with what to write instead.
+
+    It is an `ImportError` inside `from package import name`, which would replace the message of an
+    `AttributeError`; `hasattr` returns False.
+
+    Args:
+        module: the package.
+        name: that it does not have.
+        known: its public names.
+        others: returns what else can be written for the name.
+    """
+    # modules below the package are asked for before they are imported
+    if name.startswith("__") or find_spec(f"{module}.{name}"):
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    folded = {each.casefold(): each for each in known}
+    near = [folded[each] for each in get_close_matches(name.casefold(), folded, 1, 0.75)]
+    hints = ", or ".join([*near, *others(name)] or [f"one of dir({module})"])
+    # above __getattr__ is who asked
+    is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    kind = ImportError if is_import else AttributeError
+    return kind(f"{module} has no {name!r}. Write {hints}.")
+
+
 class _Calls(threading.local):
     """The outermost public call of a thread.
 
@@ -261,3 +295,7 @@ def _shortened(value: Any) -> str:
         # such as a model, which prints a line for each layer
         return type(value).__name__
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+
+
+def __dir__() -> list[str]:
+    return __all__

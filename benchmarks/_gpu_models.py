@@ -259,14 +259,14 @@ def together(bench: Bench) -> Iterator[Row]:
         yield Row(title, cells, {}, {"milliseconds": times.milliseconds})
 
 
-def _one_by_one(model: Any, own: Mapping[str, list[Tensor]], ids: Tensor) -> None:
+def _one_by_one(model: Any, own: Mapping[str, Sequence[Tensor]], ids: Tensor) -> None:
     for i, (name, trained) in enumerate(own.items()):
         model.set_active_adapters(name)
         row = ids[i : i + 1]
         torch.autograd.grad(model(input_ids=row, labels=row, use_cache=False).loss, trained)
 
 
-def _all_at_once(model: Any, own: Mapping[str, list[Tensor]], ids: Tensor) -> None:
+def _all_at_once(model: Any, own: Mapping[str, Sequence[Tensor]], ids: Tensor) -> None:
     names = list(own)
     loss = model(input_ids=ids, labels=ids, use_cache=False, adapter_names=names).loss
     torch.autograd.grad(loss, [p for trained in own.values() for p in trained])

@@ -25,7 +25,14 @@ from typing import Any, ClassVar, TypeAlias
 from adapterzoo.errors import CompositionError, SetupError, StateError, listing
 from adapterzoo.names import FUSION
 
+__all__ = [
+    "AdapterCompositionBlock", "Average", "BatchSplit", "Composition", "Fuse", "MultiTask",
+    "Parallel", "Split", "Stack", "parse", "parse_composition", "validate_composition",
+]  # fmt: skip
+
 Child: TypeAlias = "str | Node | None"
+Setup: TypeAlias = "Child | Sequence[Child]"
+"""What users write for a composition: also a name, a list, or None for the base model."""
 
 EXAMPLES: Mapping[str, str] = {
     "Stack": "Stack('a', 'b')",
@@ -531,3 +538,7 @@ def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
 # their names in `adapters`
 AdapterCompositionBlock = Composition
 parse_composition = parse
+
+
+def __dir__() -> list[str]:
+    return __all__

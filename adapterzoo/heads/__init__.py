@@ -82,3 +82,7 @@ __all__ = [
     "pool",
     "token_places",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

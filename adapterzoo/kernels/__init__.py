@@ -3,3 +3,7 @@
 from .ops import use
 
 __all__ = ["use"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -20,6 +20,7 @@ from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     Composition,
+    Setup,
     Split,
     fusion_key,
     fusions_of,
@@ -509,7 +510,7 @@ class AdapterSetup:
 
     def __init__(
         self,
-        adapter_setup: object,
+        adapter_setup: Setup,
         head_setup: HeadNames = None,
         ignore_empty: bool = False,
         skip_layers: Iterable[int] | None = None,

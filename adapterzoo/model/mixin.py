@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.composition import Composition, Fuse, MultiTask
+from adapterzoo.composition import Composition, Fuse, MultiTask, Setup
 from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
@@ -420,11 +420,11 @@ class AdapterModelMixin:
         return self._active.plan.setup
 
     @active_adapters.setter
-    def active_adapters(self, adapter_setup: object) -> None:
+    def active_adapters(self, adapter_setup: Setup) -> None:
         self.set_active_adapters(adapter_setup)
 
     def set_active_adapters(
-        self, adapter_setup: object, skip_layers: Iterable[int] | None = None
+        self, adapter_setup: Setup, skip_layers: Iterable[int] | None = None
     ) -> None:
         """Activate adapters in all threads, and the heads with the same names.
 
@@ -500,7 +500,7 @@ class AdapterModelMixin:
 
     # --- train ---
 
-    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
+    def train_adapter(self, adapter_setup: Setup, train_embeddings: bool = False) -> None:
         """Freeze everything but these adapters and the active heads, and activate them.
 
         In a model with a static head, each adapter gets and trains its own copy of the head.
@@ -520,7 +520,7 @@ class AdapterModelMixin:
         """
         training.train_adapter(self, adapter_setup, train_embeddings)
 
-    def train_adapter_fusion(self, adapter_setup: object, unfreeze_adapters: bool = False) -> None:
+    def train_adapter_fusion(self, adapter_setup: Setup, unfreeze_adapters: bool = False) -> None:
         """Freeze everything but the fusion layers of a setup and the active heads; activate it.
 
         Args:
@@ -1195,7 +1195,7 @@ class AdapterModelMixin:
     def save_adapter_setup(
         self,
         save_directory: str | os.PathLike[str],
-        adapter_setup: object,
+        adapter_setup: Setup,
         head_setup: HeadSetup = None,
         meta_dict: Mapping[str, Any] | None = None,
         custom_weights_loaders: Sequence[Any] | None = None,
@@ -1375,7 +1375,7 @@ class AdapterModelMixin:
     def push_adapter_setup_to_hub(
         self,
         repo_id: str,
-        adapter_setup: object,
+        adapter_setup: Setup,
         head_setup: HeadSetup = None,
         datasets_tag: str | None = None,
         local_path: str | os.PathLike[str] | None = None,

@@ -13,8 +13,6 @@ classes of configs are made from what the files of methods declare.
 
 from __future__ import annotations
 
-import difflib
-import sys
 from typing import Any
 
 from adapterzoo import __version__
@@ -57,7 +55,7 @@ from adapterzoo.compat.peft.model import (
 )
 from adapterzoo.compat.peft.standins import LAYER_CLASSES
 from adapterzoo.compat.peft.status import get_layer_status, get_model_status
-from adapterzoo.errors import listing
+from adapterzoo.errors import no_attribute
 
 __all__ = [
     "AutoPeftModel",
@@ -100,18 +98,10 @@ def __getattr__(name: str) -> Any:
         return known[name]
     if name in NOT_MADE:
         return not_made(name)
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # `from … import name` would replace the message of an AttributeError
-    is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-    there = sorted([*__all__, *known])
-    close = difflib.get_close_matches(name, there, 1) or there
-    raise (ImportError if is_import else AttributeError)(
-        f"adapterzoo.peft has no {name!r}; its names: {listing(close, limit=50)}. Write one of "
-        f"these, or what docs/from-peft.md shows in its place."
-    )
+    instead = "what docs/from-peft.md shows in its place"
+    raise no_attribute(__name__, name, __dir__(), lambda _: [instead])
 
 
 def __dir__() -> list[str]:
     made = {*config_classes(), *field_classes(), *TASK_CLASSES, *LAYER_CLASSES, *NOT_MADE}
-    return sorted({*globals(), *made})
+    return sorted({*__all__, *made})

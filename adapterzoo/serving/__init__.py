@@ -7,3 +7,7 @@ from .pool import AdapterPool
 from .verify import Proof, Wrong, verify
 
 __all__ = ["AdapterPool", "Export", "Proof", "Wrong", "verify"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -164,3 +164,7 @@ def check_method(config: AdapterConfig | str, only: Iterable[str] | None = None)
         raise ConformanceError(
             f"check_method({config!r}): {len(names)} of {len(checks)} checks failed:\n  {lines}"
         )
+
+
+def __dir__() -> list[str]:
+    return __all__

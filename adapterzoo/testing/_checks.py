@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import local_torch_dtype
 
-from adapterzoo.composition import BatchSplit, Stack
+from adapterzoo.composition import BatchSplit, Setup, Stack
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import Adapter, WeightAdapter
 from adapterzoo.errors import AdapterZooError, CompositionError, ConfigError, StateError, listing
@@ -423,7 +423,7 @@ def not_finite_refuses_to_merge(case: Case) -> None:
     require(same_bits(base, run(model, x)), "a refused merge changes the base")
 
 
-def _run_with(model: Host, setup: object, x: Tensor) -> Tensor:
+def _run_with(model: Host, setup: Setup, x: Tensor) -> Tensor:
     """Activate a setup and run the model."""
     model.set_active_adapters(setup)
     return run(model, x)
@@ -888,7 +888,7 @@ def _agree(one: Tensor | None, other: Tensor | None) -> bool:
     return distance(one, other) <= 1e-5
 
 
-def _outputs(model: Host, setup: object, x: Tensor) -> dict[str, Tensor]:
+def _outputs(model: Host, setup: Setup, x: Tensor) -> dict[str, Tensor]:
     """Return the output of the model and of every layer that 'a' adapts."""
     found: dict[str, Tensor] = {}
     paths = {model.get_submodule(path): path for path, _ in model.adapter_modules("a")}

@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import stubs
+
 from . import tables
 
 
@@ -27,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
             count += 1
         if chosen.write:
             tables.write(part, found)
+    if chosen.write and "names" in (chosen.parts or tables.PARTS):
+        stubs.write()
     sys.stdout.write(f"{count} differences{' written' if chosen.write else ''}\n")
     return int(count > 0 and not chosen.write)
 

@@ -111,9 +111,10 @@ def _public() -> tuple[dict[str, dict[str, Any]], dict[type, Iterable[str]]]:
     for path in MODULES:
         module = importlib.import_module(path)
         # what is made when it is asked for stands in `__dir__` only
-        made = {*dir(module)} - {*vars(module)} if "__dir__" in vars(module) else set()
+        made = {*dir(module)} if "__dir__" in vars(module) else set()
         names = sorted({*module.__all__, *made} - {"__version__"})
-        found[path] = {name: getattr(module, name) for name in names}
+        every = {name: getattr(module, name) for name in names}
+        found[path] = {name: v for name, v in every.items() if not inspect.ismodule(v)}
     for path in AGAIN:
         module = importlib.import_module(path)
         found[path] = {n: getattr(module, n) for n in found["adapterzoo"] if hasattr(module, n)}

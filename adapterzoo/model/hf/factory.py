@@ -338,6 +338,9 @@ def init(
     A module that is not of transformers takes the methods that act on layers, by the names of
     layers: `LoRAConfig(target_modules=["fc1"])`.
 
+    Python has no type for "this class, and that one too": for type checkers the result is an
+    `AdapterModelMixin` and a `PreTrainedModel`, and the argument keeps the type of its class.
+
     Args:
         model: of transformers, or any module of torch; changed in place. It gets a copy of its
             config.
