@@ -46,14 +46,15 @@ OPTIONS = {
 
 HEAD = f"""# Ways to call a model
 
-Written by `make calls`, which runs every cell; `tests/test_calls.py` runs a part of them again.
+Some adapters depend on the call: on padding, on which tokens are the prompt, or on the position of
+a token. This page shows in which calls they are correct. `make calls` writes it and runs every
+cell; `tests/test_calls.py` runs a part of them again.
 
-The effect of these adapters depends on the call: on padding, on which tokens are the prompt, or on
-the position of a token. Each cell compares the logits of a tiny model in float64 with those of each
-row alone, without padding and without a cache. `{RIGHT}`: they are equal. `{REFUSED}`: an error
-says what to write instead, before anything is computed wrongly. `{NONE}`: the model itself does not
-support this way, or gives other logits in it. A method without a row at a model cannot be added to
-it. New config strings are added automatically.
+Each cell compares the logits of a tiny model in float64 with those of each row alone, without
+padding and without a cache. `{RIGHT}`: they are equal. `{REFUSED}`: an error says what to write
+instead, before anything is computed wrongly. `{NONE}`: the model itself does not support this way,
+or gives other logits. A method that has no row for a model cannot be added to it. New config
+strings are added automatically.
 
 | way | what is called |
 | --- | --- |
@@ -63,13 +64,14 @@ it. New config strings are added automatically.
 | lookup | `generate(prompt_lookup_num_tokens=3)` |
 | early exit | `generate(assistant_early_exit=1)` |
 | static | `generate(cache_implementation="static")`, on one row and on two with padding |
-| filled | `generate` with a cache that has the first tokens of the prompt |
+| filled | `generate` with a cache that already has the first tokens of the prompt |
 | chunks | `generate(prefill_chunk_size=3)` |
 | left | `generate` with the second row padded on the left |
 | right | a forward pass with the second row padded on the right |
-| packed | a forward pass on both rows in one, with `position_ids` that begin again |
+| packed | a forward pass on both rows packed into one, with `position_ids` that restart |
 
-In an encoder-decoder the padded rows are the encoder's, and the prompt is the decoder's.
+In an encoder–decoder model, the padded rows are those of the encoder and the prompt is that of the
+decoder.
 
 """
 

@@ -24,14 +24,15 @@ RED = "✗"
 
 Columns = dict[str, modes.Cells]
 
-HEAD = f"""# Methods, dtypes and the ways a model runs
+HEAD = f"""# Methods, dtypes and ways to run a model
 
-Written by `make devices`, which runs every cell; `tests/test_devices.py` runs them again and compares.
-{modes.GREEN} marks a cell that passed, {RED} one that did not.
+This page shows whether each method works in each dtype and in each way to run a model. `make devices`
+writes it and runs every cell; `tests/test_devices.py` runs them again and compares. {modes.GREEN} marks a
+cell that passed, {RED} one that did not.
 
-Each cell tests a tiny BERT of two blocks (one block if compiled or replicated) with two adapters
-of the method and two classification heads. Model, adapters and heads have the given dtype. One
-adapter and one head are trained for one step of SGD. The logits must have the dtype of the model.
+Each cell tests a tiny BERT of two blocks (one block if compiled or replicated) with two adapters of
+the method and two classification heads, all in the given dtype. One adapter and one head are trained
+for one step of SGD. The logits must have the dtype of the model.
 Gradients must reach all parameters of the trained adapter and head, and no others, and the step
 must change exactly these parameters. The logits before and after the step, and all gradients, must
 be finite and close to an independent reference. New config classes are added automatically, under
@@ -40,27 +41,26 @@ the first name registered for them.
 | mode | what runs | reference |
 | --- | --- | --- |
 | eager | the model | the same parameters in float64; for float64 itself, central differences too (only for the head if a method treats part of its formula as constant) |
-| autocast | under `torch.autocast` to the dtype of a half-precision model, otherwise to each half-precision dtype in turn; logits have that dtype, and gradients the dtype of their parameter; a float64 model, which autocast does not change, stays exact | float64 |
+| autocast | under `torch.autocast` to the dtype of a half-precision model, otherwise to each half-precision dtype in turn; logits have that dtype, and gradients that of their parameter; a float64 model stays exact, since autocast does not change it | float64 |
 | compiled | a block under `torch.compile(fullgraph=True)`: one graph, and no new one after the step | the same dtype, eager |
 | DDP | two processes with gloo, each with half of the batch | float64 in one process on the whole batch |
 | FSDP2 | the same, with `fully_shard` on every block and on the model; the state-dict keys do not change | float64 in one process on the whole batch |
-| fake replica | two replicas as made by DataParallel, each with half of the batch; then, without comparing numbers, each on a simulated GPU of its own, where an operand from the other GPU raises | float64 on the whole batch |
+| fake replica | two replicas made as DataParallel does, each with half of the batch; then, without comparing numbers, each on its own simulated GPU, where an operand from the other GPU raises | float64 on the whole batch |
 | checkpointed | gradient checkpointing, reentrant and not, with dropout; the block must be recomputed | the same dtype without checkpointing, bit for bit |
 
 """  # noqa: E501  rows of a table
 
 TOLERANCE = """
 The error of a gradient may be {halves} eps of the dtype in float16 and bfloat16, and {singles} eps in float32
-and float64, times its largest element, or times a {smallest}th of the largest element of all gradients if
-that is more. The error of logits may be half as large. Half precision is allowed
-fewer eps because its products are summed in float32. Under autocast, eps is that of the dtype that
-it casts to.
+and float64, times its largest element, or times a {smallest}th of the largest element of all gradients,
+whichever is larger. The error of logits may be half as large. Half precision is allowed fewer eps
+because its products are summed in float32. Under autocast, eps is that of the dtype it casts to.
 
 """  # noqa: E501  as wide as the page
 
 NOTES = f"""{modes.ONE_DTYPE} Over a half-precision model, the adapter keeps its magnitudes in float32, but `fully_shard` needs
-one dtype for all trained parameters of a block. The cell ran with `DoRAConfig(dtype="float32")`,
-which keeps the whole adapter in float32: do the same.
+one dtype for all trained parameters of a block. These cells ran with `DoRAConfig(dtype="float32")`,
+which keeps the whole adapter in float32; use it too.
 """  # noqa: E501  as wide as the page
 
 

@@ -195,7 +195,8 @@ def unknown(tiny: TinyModel) -> list[str]:
 
 _HEAD = """# Merged and unmerged adapters, on model types of transformers {version}
 
-Written by `make merging`; tests run a part of it again and check its numbers.
+Merging an adapter into the weights must not change the outputs. This page shows where that was
+compared. `make merging` writes it; tests run a part of it again and check its numbers.
 
 - model types: {types}; [{others} others](#not-in-the-table) are not in the table
 - cells: {cells}
@@ -204,19 +205,18 @@ Written by `make merging`; tests run a part of it again and check its numbers.
 - without such a site (`–`): {absent}
 - wrong: {wrong}
 
-On a tiny model of each type, an adapter of each method that can be merged is put at every site that
-accepts it, with random parameters. `right`: the output before merging, with gradients and under
-`torch.no_grad()`, equals the output after `merge_adapter`. `refused`: `add_adapter` or
-`merge_adapter` raises at every site, and nothing has changed. `–`: the model has no such site.
-Models are in float64; parts that a model itself computes in float32 cause a rounding error, of at
-most {share:.0e} of the adapter's effect.
+Each cell tests one method on a tiny model of a type, at every site that accepts it, with random
+parameters. `right`: the output before merging, with gradients and under `torch.no_grad()`, equals
+the output after `merge_adapter`. `refused`: `add_adapter` or `merge_adapter` raises at every site,
+and nothing has changed. `–`: the model has no such site. Models are in float64; parts that a model
+itself computes in float32 cause a rounding error of at most {share:.0e} of the adapter's effect.
 
-The methods act at all linear layers, including those whose weight the model only reads. `embedding`
-is LoRA at all embeddings, `parameter` LoRA at all matrices that are parameters of larger modules,
-such as fused experts and routers, `roles` LoRA at the parts of fused layers, and `ln_tuning` acts
-at all norms. `modules_to_save` are copies of all other layers, `bias` is `bias="all"`, and `tokens`
-is `trainable_token_indices`, each of them together with LoRA at one layer. Shared tables are
-refused.
+Methods are tested at all linear layers, including those whose weight the model only reads.
+`embedding` is LoRA at all embeddings, `parameter` is LoRA at all matrices that are parameters of
+larger modules, such as fused experts and routers, `roles` is LoRA at the parts of fused layers, and
+`ln_tuning` is tested at all norms. `modules_to_save` (copies of all other layers), `bias`
+(`bias="all"`) and `tokens` (`trainable_token_indices`) are tested together with LoRA at one layer.
+Shared tables are refused.
 
 | {columns} | model types |
 | {rule} | --- |

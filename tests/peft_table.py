@@ -26,40 +26,45 @@ BACK = f"({OK})"
 
 HEAD = f"""# PEFT's files
 
-Written by `make peft-files`, which runs every cell; `tests/test_peft_table.py` runs them again and
-compares.
+This page shows which adapters of PEFT load here and which adapters of this library load in PEFT. It
+covers every config class of PEFT {peft.__version__}, with its main options, on tiny models with
+random weights. `make peft-files` writes the page and runs every cell; `tests/test_peft_table.py`
+runs them again and compares.
 
-Every config class of PEFT {peft.__version__}, with its main options, on tiny models with random
-weights. Each cell has two marks. The first: PEFT makes an adapter with random values and saves it,
-and it is loaded here. The second: it is made here from the same config of PEFT with random values
-and saved, and PEFT loads it; also, what was loaded is saved again, and PEFT loads that. The logits
-of both libraries must agree to 1e-10 in float64, and to 1e-5 where a file holds a product that is
-rounded to float32 (PiSSA, OLoRA, `prefix_projection`). Every adapter changes the logits by more
-than 1e-3. LoftQ is left out: PEFT needs a GPU to make it.
+Each cell has two marks, one for each direction. The first: PEFT creates an adapter with random
+values and saves it, and it is loaded here. The second: an adapter is created here from the same
+PEFT config with random values and saved, and PEFT loads it; the adapter of the first mark is also
+saved again here, and PEFT loads that file. The logits of both libraries must agree to 1e-10 in
+float64, and to 1e-5 where a file holds a product that is rounded to float32 (PiSSA, OLoRA,
+`prefix_projection`). Every adapter changes the logits by more than 1e-3. LoftQ is left out, because
+PEFT needs a GPU to create it.
 
-- {OK} equal logits. {BACK}: what was loaded goes back, but such a config cannot be added here.
+- {OK} equal logits. {BACK}: a loaded adapter can be saved for PEFT, but such a config cannot be
+  added here.
 - {REFUSED} refused by name, with a reason: see below.
-- {WRONG} other logits, or an error that is not the library's.
-- {CANNOT} PEFT itself cannot do it; if a mark stands second, it is written here as plain LoRA.
+- {WRONG} different logits, or an error that is not the library's.
+- {CANNOT} PEFT itself cannot do it; if a second mark follows, the adapter is written here as plain
+  LoRA.
 
 """
 
 _SECOND = """
 ## Methods that only PEFT has
 
-In both directions they are refused by name. The marks are those of
+These methods are refused by name in both directions. The marks are those of
 [`adapterzoo convert --to lora`](cli.md#to-lora), which converts PEFT's file through an installed
-PEFT: {ok} the LoRA gives PEFT's logits, and the relative error of all weights is below {near:g}
-(PEFT computes these methods in float32), {refused} refused: the adapter is more than a change of
-weights, or PEFT cannot merge it. The third column says which methods will never be trained here,
-by decision; the others cannot be trained here.
+PEFT. {ok}: the LoRA gives PEFT's logits, and the relative error of all weights is below {near:g}
+(PEFT computes these methods in float32). {refused}: refused, because the adapter is more than a
+change of weights, or PEFT cannot merge it. None of these methods can be trained here; "never" in
+the third column means that this is a decision.
 
 """
 
 _WHY = """
-## Why not
+## Reasons
 
-Each message once, for one of the families, with the rows that have it. Lists are shortened.
+Each message is listed once, as it reads for one of the families, with the rows that give it. Lists
+are shortened.
 
 """
 
@@ -135,7 +140,7 @@ def render(rows: dict[str, Row]) -> str:
     read_as = ", ".join(f"{kind} becomes {own}" for kind, own in sorted(into.items()))
     second = _SECOND.format(ok=OK, refused=REFUSED, near=NEAR_IN_FLOAT32)
     return (
-        f"{HEAD}{numbers}\n\nWritten again as another method: {read_as}.\n\n{tables[0]}\n{second}"
+        f"{HEAD}{numbers}\n\nSaved again as another method: {read_as}.\n\n{tables[0]}\n{second}"
         f"{tables[1]}\n{_WHY}" + "\n".join(reasons(rows)) + "\n"
     )
 

@@ -857,8 +857,8 @@ def render(found: Cells) -> str:
     every = alone.count(RIGHT) * len(WAYS)
     total = (
         f"Of {len(found)} pairs of a module and a method or an option, {alone.count(RIGHT)} can be "
-        f"added and {alone.count(REFUSED)} are refused by name. Of the {every} ways to use the "
-        f"former, {every - sum(of_ways.values())} are right, {of_ways[REFUSED]} are refused, and "
+        f"added and {alone.count(REFUSED)} are refused by name. Of the {every} ways to use "
+        f"those, {every - sum(of_ways.values())} are right, {of_ways[REFUSED]} are refused, and "
         f"{of_ways[NONE]} are not possible in PEFT or torch. Wrong: "
         f"{alone.count(WRONG) + of_ways[WRONG]}."
     )

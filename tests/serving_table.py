@@ -120,7 +120,7 @@ def render(found: Cells) -> str:
     kinds = [*found.values()]
     total = (
         f"Of {len(kinds)} cells, {kinds.count(EXACT)} are exact, {kinds.count(SVD)} are an SVD "
-        f"with its errors told, and {kinds.count(REFUSED)} are refused by name. Silently "
+        f"with its errors reported, and {kinds.count(REFUSED)} are refused by name. Silently "
         "different or refused by the server alone: "
         f"{sum(kind.startswith(WRONG) for kind in kinds)}."
     )
