@@ -75,7 +75,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     Args:
         tensors: at least one, of one shape, dtype and device.
-        weights: one for each.
+        weights: a weight for each.
     """
     total = weights[0] * tensors[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
@@ -93,7 +93,7 @@ def elected(
 
     Args:
         tensors: at least one, of one shape, dtype and device.
-        weights: one for each.
+        weights: a weight for each.
         majority_sign_method: "total": γ = sign Σ τᵢ; "frequency": γ = sign Σ sign τᵢ.
     """
     stacked = torch.stack(tuple(tensors))  # [n, *shape]
@@ -110,7 +110,7 @@ def largest(tensor: Tensor, density: float) -> Tensor:
     """Keep the ⌊density · n⌋ of n entries with the largest magnitude; set the others to zero.
 
     Args:
-        tensor: of any shape; all experts of a stack are pruned together.
+        tensor: a tensor of any shape; all experts of a stack are pruned together.
         density: share of the entries to keep, above 0 to 1.
     """
     flat = tensor.reshape(-1)  # [n]
@@ -124,7 +124,7 @@ def random(tensor: Tensor, density: float, source: torch.Generator | None = None
     """Return m ⊙ δ / density with m ~ Bernoulli(density); its mean over m is δ.
 
     Args:
-        tensor: of any shape.
+        tensor: a tensor of any shape.
         density: probability of keeping an entry, above 0 to 1.
         source: on the CPU, so that all devices draw the same; None: torch's default generator.
     """
@@ -149,7 +149,7 @@ def split(
         rank: r.
         clamp: a quantile of all entries of A and B; larger magnitudes are cut to it.
         full_matrices: whether to compute unused singular vectors, as PEFT does.
-        driver: of cuSOLVER, see `torch.linalg.svd`.
+        driver: cuSOLVER's driver, see `torch.linalg.svd`.
 
     Returns:
         A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]`.
@@ -254,10 +254,10 @@ class Combination:
         needs_rank: whether `svd_rank` is required.
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
             scaling that follows.
-        name: of the strategy.
+        name: name of the strategy.
         density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
-        rank: of the result; None: the largest of those combined.
+        rank: rank of the result; None: the largest of those combined.
         clamp: quantile at which factors are clamped; None: not at all.
         full_matrices: argument of `torch.linalg.svd`.
         driver: argument of `torch.linalg.svd`.
@@ -288,7 +288,7 @@ class Combination:
 
         Args:
             tensors: at least one, of one shape and device, float32 or float64.
-            weights: one for each.
+            weights: a weight for each.
         """
         if self.prunes is not None and self.density is not None and self.density < 1:
             prune: Callable[[Tensor, float], Tensor] = largest
@@ -303,8 +303,8 @@ class Combination:
         """Copy a result into its parameter.
 
         Args:
-            target: of a new adapter.
-            value: of the same shape.
+            target: target of a new adapter.
+            value: a tensor of the same shape.
             what: the parameter's name.
 
         Raises:

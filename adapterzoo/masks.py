@@ -25,8 +25,8 @@ def attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
 
     Args:
         mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
-        rows: of the batch.
-        tokens: of the call.
+        rows: the batch's rows.
+        tokens: the call's tokens.
         cached: tokens of the calls before.
     """
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):

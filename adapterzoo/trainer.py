@@ -93,7 +93,7 @@ class AdapterTrainer(Trainer):
         """Check the model and start the `Trainer`.
 
         Args:
-            model: with adapters, one of them active.
+            model: a model with adapters, one of them active.
             args: `TrainingArguments`.
             data_collator: makes a batch from a list of rows.
             train_dataset: rows to train on.

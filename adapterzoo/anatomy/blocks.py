@@ -317,7 +317,7 @@ def experts_transposed(module: nn.Module, shapes: Mapping[str, tuple[int, ...]])
 
     Args:
         module: the owner of the weights.
-        shapes: of its 3-D weights, by name; undecided without `down_proj`.
+        shapes: shapes of its 3-D weights, by name; undecided without `down_proj`.
     """
     if "down_proj" not in shapes:
         return bool(getattr(module, "is_transposed", False))

@@ -140,7 +140,7 @@ def output_site(model: nn.Module, path: str) -> Site | None:
 
     Args:
         model: the whole model, of real or meta tensors.
-        path: of the layer.
+        path: the layer's path.
     """
     tree = Tree(model)
     shape = linear_shape(tree.modules[path])
@@ -247,7 +247,7 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
     """Return the matrices that modules compute with and no other site has, in model order.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
         listed: paths of the layers with a weight matrix, and of fused experts.
     """
@@ -397,7 +397,7 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Return the layers that are read, or whose methods are called instead of them.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
 
     Returns:
         Path of a layer → names of the parameters that are read, and whether the layer is called.
@@ -432,7 +432,7 @@ def unused_of(tree: Tree, tables: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the embeddings that only hold the table of others, as T5's `shared` does.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         tables: paths of embeddings that share one weight, for each such weight.
     """
     for path in (path for group in tables for path in group):

@@ -35,7 +35,7 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
     """Return where a model embeds its tokens, or its other inputs if it reads no tokens.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
     """
     found = [_input(tree, stack, blocks) for stack in _readers(tree, blocks)]
@@ -192,7 +192,7 @@ def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     In an encoder-decoder this is the encoder.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:
@@ -258,7 +258,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
     """Return the attention modules in the blocks that can take a prefix, in model order.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:
@@ -360,7 +360,7 @@ def positions_of(
     """Return the modules that take position numbers.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:

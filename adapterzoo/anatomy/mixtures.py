@@ -25,8 +25,8 @@ def mixture_of(tree: Tree, site: Site) -> Mixture | None:
     """Return where the rows of a routed site's tokens are known; None if they are not.
 
     Args:
-        tree: of the model.
-        site: of experts, or of a parameter.
+        tree: the model's tree.
+        site: a site of experts or of a parameter.
     """
     steps = site.path.split(".")
     if _NAME in steps[:-1]:

@@ -100,7 +100,7 @@ class Mixture:
     """The module of a mixture of experts that still has the tokens in the order of the batch.
 
     Attributes:
-        path: of the module, which holds the experts or a router.
+        path: path of the module that holds the experts or a router.
         around: path of the module whose first input is `[rows, tokens, …]`: the one at `path`, or
             the one around it.
     """
@@ -297,7 +297,7 @@ class Block:
         A fused layer that has a part of the role is not among them itself.
 
         Args:
-            role: of the sites.
+            role: role of the sites.
             cross: only (True) or without (False) cross-attention; None: both.
         """
         parts = [site for site in self.parts if site.role == role]
@@ -475,7 +475,7 @@ def part_names(sites: Sequence[Site]) -> list[str]:
     """Return the names of the adapters of several sites at one layer, which checkpoints use too.
 
     Args:
-        sites: of one layer, in order.
+        sites: sites of one layer, in order.
 
     Returns:
         The role of each, followed by its number if another has the same role.

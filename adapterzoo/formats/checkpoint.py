@@ -58,8 +58,8 @@ def shared_key(parameter: str, number: int | None = None) -> str:
     """Return the key of an adapter-wide tensor: the path is that of the base model.
 
     Args:
-        parameter: of the module that `AdapterConfig.shared` made.
-        number: of the config in a union; None outside a union.
+        parameter: parameter of the module that `AdapterConfig.shared` made.
+        number: index of the config in a union; None outside a union.
     """
     return f"/{parameter}" if number is None else f"/{number}.{parameter}"
 
@@ -76,7 +76,7 @@ class Place:
 
     Attributes:
         placement: its site, and the config that makes it.
-        path: of the module that holds it.
+        path: path of the module that holds it.
         part: prefix of its parameters' names if several adapters share the module, as "query.", or
             a parameter of the module is adapted, as "down_proj.mlp_out.".
     """
@@ -93,7 +93,7 @@ class Place:
         """Return its tensors by parameter.
 
         Args:
-            tensors: of all places, see `fit.by_path`.
+            tensors: tensors of all places, see `fit.by_path`.
         """
         here = tensors.get(self.path, {})
         return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
@@ -103,8 +103,8 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     """Return the places of a config at linear layers and in the residual stream, in model order.
 
     Args:
-        config: of an adapter.
-        anatomy: of the model.
+        config: config of an adapter.
+        anatomy: the model's anatomy.
 
     Raises:
         SiteError: the model has no place that the config asks for.
@@ -131,9 +131,9 @@ def from_plain(
     """Return the tensors of an adapter from those that `exported` returned.
 
     Args:
-        config: of the adapter.
-        tensors: of all places, as files of the peers hold them.
-        anatomy: of the model.
+        config: the adapter's config.
+        tensors: tensors of all places, as files of the peers hold them.
+        anatomy: the model's anatomy.
     """
     return _changed(config, tensors, anatomy, lambda placed, tensors: placed.own_tensors(tensors))
 
@@ -166,7 +166,7 @@ class Base:
     Attributes:
         name: on the Hub, or its folder.
         revision: the commit on the Hub, or what a file of a peer has in its place.
-        digest: of its weights, see `adapterzoo.model.base`.
+        digest: digest of its weights, see `adapterzoo.model.base`.
     """
 
     name: str | None
@@ -267,7 +267,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     Args:
         folder: on disk.
         kind: what to read.
-        info: of the model to fill.
+        info: info of the model to fill.
 
     Raises:
         CheckpointError: there is no such folder, no format knows it, or it is damaged.
@@ -331,8 +331,8 @@ def write(
         folder: created if missing.
         checkpoint: what to write, with whole tensors.
         kind: what it holds.
-        name: of the format.
-        info: of the model that it was taken from.
+        name: name of the format.
+        info: info of the model that it was taken from.
         contents: its files, if they are `encoded` already.
 
     Raises:

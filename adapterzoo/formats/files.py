@@ -238,9 +238,9 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
     """Warn if a folder holds something of another name that is about to be replaced.
 
     Args:
-        folder: with the files that will be replaced.
-        kind: of what it holds: "adapter", "head" or the like.
-        name: of what is saved.
+        folder: the folder with the files that will be replaced.
+        kind: what it holds: "adapter", "head" or the like.
+        name: name of what is saved.
     """
     file = folder / f"{kind}_config.json"
     there = fields_of(file).get("name")
@@ -278,7 +278,7 @@ def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
 
     Args:
         folder: on disk.
-        names: of the files; those that cannot hold code come first.
+        names: names of the files; those that cannot hold code come first.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

@@ -87,7 +87,7 @@ def differences(
     Args:
         file: what was read.
         skeleton: the new parameters to fill.
-        dtype: to which the user lets the file be converted; None: dtypes must agree.
+        dtype: the dtype to which the user lets the file be converted; None: dtypes must agree.
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
     lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
@@ -228,7 +228,7 @@ def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return key → shape and values in hexadecimal digits; empty without tensors.
 
     Args:
-        tensors: of the base model by key, unquantized and on this process.
+        tensors: tensors of the base model by key, unquantized and on this process.
     """
     keys = sampled_keys({key: tensor.dim() for key, tensor in tensors.items()})
     return {
@@ -256,7 +256,7 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
 
     Args:
         kept: a sample, as read from a file; what is damaged in it is left out.
-        tensors: of the base model by key, unquantized and on this process.
+        tensors: tensors of the base model by key, unquantized and on this process.
     """
     kinds: tuple[list[_Pair], list[_Pair]] = [], []
     for key, entry in kept.items() if isinstance(kept, Mapping) else ():

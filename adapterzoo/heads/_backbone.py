@@ -65,12 +65,12 @@ class Backbone:
 
     Attributes:
         hidden_size: width of the hidden states.
-        device: of the head's parameters.
-        dtype: of the head's parameters.
+        device: device of the head's parameters.
+        dtype: dtype of the head's parameters.
         vocab_size: rows of the input embedding; None without one.
         embedding_size: width of the input embedding, if it is not `hidden_size`.
-        dropout: of heads whose config does not set it.
-        layer_norm_eps: of the norms in heads.
+        dropout: dropout of heads whose config does not set it.
+        layer_norm_eps: epsilon of the norms in heads.
         init_std: standard deviation of fresh weights.
         pooling: the meaning of `pooling="auto"` for this model.
         encoder_decoder: whether the hidden states come from the decoder of an encoder–decoder.

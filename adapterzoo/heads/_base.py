@@ -150,7 +150,7 @@ class HeadConfig(Config):
         """Return the labels for a head, several stacked along dimension 1; None without any.
 
         Args:
-            name: of the head; an argument may be a dict from names of heads to labels.
+            name: the head's name; an argument may be a dict from names of heads to labels.
             given: arguments of the model's `forward`.
 
         Raises:
@@ -216,7 +216,7 @@ class HeadConfig(Config):
         Generated label names are generated again if their count changes.
 
         Raises:
-            ConfigError: a field is unknown, or a value is not legal.
+            ConfigError: a field is unknown, or a value is invalid.
         """
         count = self.label_count
         if self.count_field in changes and count is not None and self.label2id == numbered(count):
@@ -228,14 +228,14 @@ class PredictionHead(Head):
     """Base of the heads that a model can hold by name.
 
     Attributes:
-        config: from which it was built; saved with it.
+        config: the config from which it was built; saved with it.
         pooling: how a sequence is reduced to one vector; decides which hidden states and which
             mask `forward` gets. None for heads on tokens.
         has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
             the last layer, with which invertible adapters undo their change of the embeddings.
         averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
         calls_base: whether `answer` makes the arguments of the base model itself.
-        output_path: of the linear layer onto the vocabulary; None without one.
+        output_path: path of the linear layer onto the vocabulary; None without one.
     """
 
     has_exit: ClassVar[bool] = False
@@ -247,7 +247,7 @@ class PredictionHead(Head):
         """Keep the config.
 
         Args:
-            config: from which it is built.
+            config: the config from which it is built.
             pooling: resolved, never "auto".
         """
         super().__init__()
@@ -258,7 +258,7 @@ class PredictionHead(Head):
         """Return the output of the task, with the loss if there are labels.
 
         Args:
-            call: of the model, with `name` of the head; `given`, labels and other arguments by
+            call: the model's call, with `name` of the head; `given`, labels and other arguments by
                 name; `base`, the base model, which returns its outputs if it has run already;
                 `features(pooling)`, hidden states and mask; `at_exit`, the inverse of the
                 invertible adapters, or None; `arguments(function)`, those that a function takes;
@@ -446,7 +446,7 @@ class LayersHead(PredictionHead):
         """Make the layers.
 
         Args:
-            config: of the head.
+            config: the head's config.
             backbone: the model below.
             pooling: resolved; None for a head on tokens.
         """

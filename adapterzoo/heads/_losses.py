@@ -145,7 +145,7 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
     """Return the checked names of the labels; generated ones for None.
 
     Args:
-        kind: of the config, for the message.
+        kind: the config's kind, for the message.
         label2id: names → class numbers; a class may lack a name.
         count: number of classes.
 

@@ -34,7 +34,7 @@ class StaticHead:
     """A static head as a named one.
 
     Attributes:
-        config: of the named head.
+        config: config of the named head.
         keys: names of the static head's tensors → those of the named head; tensors that the
             static head shares have one name there.
     """

@@ -116,7 +116,7 @@ class DependencyParsingHead(PredictionHead):
         """Return the cross entropy of the arcs plus that of the relations at the right arcs.
 
         Args:
-            logits: of relations and arcs, as `forward` gives them.
+            logits: logits of relations and arcs, as `forward` gives them.
             labels: `[batch, 2, tokens]`: for each word the column of its head, and its relation;
                 values below 0 do not count.
             count: divides each sum, instead of the number of words that count.

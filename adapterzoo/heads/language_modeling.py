@@ -49,7 +49,7 @@ class LMConfig(HeadConfig):
         added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
         dense_bias: whether the layers but the last have one.
         norm_bias: whether the norms have one.
-        layer_norm_eps: of the norms; None: that of the model.
+        layer_norm_eps: epsilon of the norms; None: that of the model.
         tie_word_embeddings: whether the last layer is the input embedding; False: it has its own
             weight even if the model ties the two; None: as in the model's config.
     """
@@ -105,7 +105,7 @@ class LMHead(PredictionHead):
         """Make the layers.
 
         Args:
-            config: of the head; some types have an `embedding_size` and a `dropout_prob`.
+            config: the head's config; some types have an `embedding_size` and a `dropout_prob`.
             backbone: the model below.
 
         Raises:

@@ -206,7 +206,7 @@ def add_classification_head(
 
     Args:
         self: the model.
-        head_name: of the new head.
+        head_name: name of the new head.
         num_labels: number of classes; 1 for a number instead (regression).
         layers: number of linear layers.
         activation_function: between them; None: none.
@@ -361,7 +361,7 @@ def add_multiple_choice_head(
 
     Args:
         self: the model.
-        head_name: of the new head.
+        head_name: name of the new head.
         num_choices: number of sequences to choose from.
         layers: as of `add_classification_head`, like the rest.
         activation_function: between the layers.

@@ -37,7 +37,8 @@ class StaticConfig(HeadConfig):
         model_class: name of the class in transformers.
         label_names: arguments of its forward that hold labels.
         num_labels: number of classes; None if its tensors do not depend on it.
-        fields: of the transformers config, where they differ from the model's; None: nowhere.
+        fields: fields of the transformers config, where they differ from the model's; None:
+            nowhere.
         tie_word_embeddings: as of language modeling heads.
     """
 
@@ -77,7 +78,7 @@ class TaskHead(PredictionHead):
         task_class: the class.
         base_name: the attribute that holds its base model.
         facts: its other attributes.
-        output_path: of the layer onto the vocabulary; None without one.
+        output_path: path of the layer onto the vocabulary; None without one.
         is_tied: whether the class ties that layer to the input embedding.
         aliases: keys of parameters that are others of this head → the keys of those.
     """

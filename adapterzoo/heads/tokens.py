@@ -159,7 +159,7 @@ class QuestionAnsweringHead(LayersHead):
         """Return the mean of the two cross entropies.
 
         Args:
-            logits: of the first and of the last token, `[batch, tokens]` each.
+            logits: logits of the first and of the last token, `[batch, tokens]` each.
             labels: `[batch, 2]`, first and last positions; those outside the text do not count.
             count: divides each sum, instead of the number of positions that count.
 

@@ -42,7 +42,7 @@ def resolve(
         revision: branch, tag or commit; None: the default branch.
         source: `"hf"`: the Hub, even if a folder of that name exists; `"ah"`: an old id; None: a
             folder first, then the Hub, then an old id.
-        cache_dir: of `huggingface_hub`; None: its default.
+        cache_dir: cache folder of `huggingface_hub`; None: its default.
         token: a token, True for the stored one, False for none; None: the stored one if any.
         local_files_only: whether to use the cache only.
         force_download: whether to download cached files again.

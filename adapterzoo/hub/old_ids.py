@@ -52,10 +52,10 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
         old_id: `task/dataset@organization`, `task/dataset`, `dataset@organization`, or
             `@organization/name`, which needs no index.
         model_name: the base model, as the Hub names it.
-        config: of the adapter: a config, its string or its dict; None: the usual one.
+        config: the adapter's config, or its string or dict; None: the usual one.
 
     Raises:
-        ConfigError: the config is not legal.
+        ConfigError: the config is invalid.
         HubError: the index cannot be read, has no such adapter, or has several.
     """
     match = _OLD_ID.fullmatch(old_id.strip())

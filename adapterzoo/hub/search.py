@@ -37,7 +37,7 @@ class AdapterInfo:
         datasets: what it was trained on.
         license: name of the license.
         downloads: in the last month.
-        likes: of users.
+        likes: number of likes.
         private: whether only its owners can see it.
         gated: whether readers must ask for access.
         revision: the commit.

@@ -172,8 +172,8 @@ def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
 
     Args:
         y: `[*experts, *batch, d_in]`, x rotated by Q.
-        x: of the same shape; an expanded row (stride 0) is copied once, and not at all if y needs
-            a gradient, which each position has for itself.
+        x: same shape; an expanded row (stride 0) is copied once, and not at all if y needs a
+            gradient, since that differs by position.
         Q: `[*experts, m, chunks, width, width]`.
     """
     if y.stride() == x.stride():

@@ -98,7 +98,7 @@ def inverse(matrix, same, place, B: tl.constexpr):
     Args:
         matrix: float64, zero between blocks but for ones on the diagonal of no block.
         same: which elements are in a block.
-        place: of a row or column in its block, -1 in no block.
+        place: place of a row or column in its block, -1 in no block.
         B: rows of a block.
     """
     for k in range(B):

@@ -163,7 +163,7 @@ def small_gain_backward(
     Differentiable again. For the other arguments see `compose_backward`.
 
     Args:
-        dy: of the output.
+        dy: gradient of the output.
         columns: these features of y, `[*batch, small]`.
         of_gain: the gradient of the gain so far.
         bias: see `compose_backward`.
@@ -186,7 +186,7 @@ def least(dtype: torch.dtype, has_bias: bool) -> float:
     """Return the smallest |gain| for which the output tells the value before; see `compose`.
 
     Args:
-        dtype: of the output.
+        dtype: dtype of the output.
         has_bias: whether a bias was added after the gain.
     """
     if has_bias:

@@ -344,8 +344,8 @@ class Groups(RowGroups):
         """Return an attribute as a tensor of int64.
 
         Args:
-            name: of the attribute.
-            device: of the tensor.
+            name: name of the attribute.
+            device: device of the tensor.
         """
         return self.kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
@@ -359,8 +359,8 @@ class Groups(RowGroups):
 
         Args:
             scaling: n numbers, or a tensor of them on the CPU.
-            device: of the result.
-            dtype: of the result.
+            device: device of the result.
+            dtype: dtype of the result.
         """
         if isinstance(scaling, Tensor) and device == _HOST:
             return scaling.to(dtype)
@@ -401,9 +401,9 @@ class Groups(RowGroups):
         """Return the plan for the Triton kernels, int32; see `plan_of`.
 
         Args:
-            tokens: of each row.
+            tokens: tokens of each row.
             n: number of adapters.
-            device: of the plan.
+            device: device of the plan.
         """
         key = (tokens, n, device)
         return self.kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
@@ -488,8 +488,8 @@ def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
     rows are those of x flattened in that order.
 
     Args:
-        groups: of the batch.
-        tokens: of each row of the batch.
+        groups: the batch's groups.
+        tokens: tokens of each row of the batch.
         n: number of adapters.
     """
     lengths = dict(zip(groups.adapters, groups.lengths, strict=True))

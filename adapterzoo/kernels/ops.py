@@ -117,7 +117,7 @@ def exactly(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which autocast changes no dtype; some kinds of device have no autocast.
 
     Args:
-        device: of the operands.
+        device: device of the operands.
     """
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
@@ -412,7 +412,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Args:
         run: a function that draws no random numbers, reads no other learned tensor, and does not
             depend on autocast.
-        x: of any shape.
+        x: a tensor of any shape.
     """
     if torch.compiler.is_compiling() or is_reference():
         return run(x)

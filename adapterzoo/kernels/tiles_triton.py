@@ -38,10 +38,10 @@ class Tile(NamedTuple):
     """One configuration of a kernel.
 
     Attributes:
-        rows: of a program's tile.
+        rows: rows of a program's tile.
         columns: features read or written at a time.
-        rank: of the factors at a time; the true rank is padded to it or split into it.
-        warps: of 32 threads.
+        rank: rank of the factors at a time; the true rank is padded to it or split into it.
+        warps: number of warps, of 32 threads each.
         stages: how many tiles are loaded ahead.
     """
 
@@ -73,7 +73,7 @@ class RowPlan(NamedTuple):
     Attributes:
         values: int32.
         batch: rows of the batch.
-        tokens: of each row.
+        tokens: tokens of each row.
         adapters: their number.
     """
 
@@ -138,8 +138,8 @@ def parted(width: int, columns: int, programs: int, most: int = _PROGRAMS) -> tu
 
     Args:
         width: number of features.
-        columns: of a tile.
-        programs: that share the work of each part.
+        columns: columns of a tile.
+        programs: the programs that share the work of each part.
         most: programs in all.
     """
     tiles = triton.cdiv(width, columns)

@@ -188,7 +188,7 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
     """Return the object for the values of a file.
 
     Args:
-        values: of the file.
+        values: the file's values.
         changes: fields with other values.
 
     Raises:

@@ -36,7 +36,7 @@ def delete_adapter(
     """Delete an adapter.
 
     Args:
-        model: with the adapter.
+        model: the model with the adapter.
         adapter_name: its name.
         prefix: has no effect: nothing is needed, as a model knows the modules of its adapters.
         layer_cls: the same.
@@ -59,7 +59,7 @@ def disable_input_dtype_casting(model: nn.Module, active: bool = True) -> Iterat
     """Return a context that changes nothing, for layers that are cast around each call.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         active: has no effect: nothing is needed, as the adapters of a layer are cast with it.
     """
     yield

@@ -56,7 +56,7 @@ class Factor:
 
     Attributes:
         weight: the parameter itself; at a convolution its view as a convolution's weight.
-        bias: of B; None if there is none.
+        bias: bias of B; None if there is none.
     """
 
     weight: Tensor
@@ -76,9 +76,9 @@ class ByAdapter(MutableMapping[str, Any]):
         """Take the adapters of one kind.
 
         Args:
-            layer: with adapters.
-            kind: of the adapters, or several kinds.
-            attribute: of an adapter, which has the value.
+            layer: a layer with adapters.
+            kind: kind of the adapters, or several kinds.
+            attribute: attribute of an adapter that holds the value.
             at_embedding: whether only adapters at an embedding count, or only others; None: all.
         """
         self._layer, self._kind, self._attribute = layer, kind, attribute
@@ -137,7 +137,7 @@ def active_in(layer: Any) -> list[str]:
     For other layers, as in PEFT, also active adapters that the layer does not have.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     active = layer._link.active
     setup = active.plan.setup
@@ -163,7 +163,7 @@ def disabled_in(state: AdapterState) -> list[str]:
     """Return the names that `disable_adapters` disabled, which PEFT counts among the active ones.
 
     Args:
-        state: of a model in which no adapter is active.
+        state: state of a model in which no adapter is active.
     """
     names = () if state.disabled is None else state.disabled[0].flatten()
     return [name for name in names if name in state.records]
@@ -178,7 +178,7 @@ def merged_in(layer: Any) -> list[str]:
     """Return the names of the adapters that are merged into a layer.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     return [name for name in _state(layer).merged if name in adapters_of(layer)]
 
@@ -187,8 +187,8 @@ def delta_weight(layer: Any, name: str) -> Tensor:
     """Return the change of a layer's weight by an adapter, as the layer stores it.
 
     Args:
-        layer: with the adapter.
-        name: of the adapter.
+        layer: the layer with the adapter.
+        name: the adapter's name.
 
     Raises:
         UnknownNameError: the layer does not have it.
@@ -259,7 +259,7 @@ def set_adapter(
     """Activate adapters in the model, and train only these; disabled adapters stay disabled.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         adapter_names: a name, or several; those that the model does not have are left out.
         inference_mode: whether nothing is trained.
     """
@@ -282,7 +282,7 @@ def is_disabled(layer: Any) -> bool:
     """Return whether no adapter is active, although one was before `disable_adapters`.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     return layer._link.active.default.plan.setup is None and bool(disabled_in(_state(layer)))
 
@@ -291,7 +291,7 @@ def enable_adapters(layer: Any, enabled: bool) -> None:
     """Disable the active adapters of the model, or enable them again.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         enabled: whether they act.
     """
     model = model_of(layer._link.active)
@@ -306,7 +306,7 @@ def delete_adapter(layer: Any, adapter_name: str) -> None:
     """Delete an adapter of the model.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         adapter_name: one that the model does not have is none of its concern.
 
     Raises:
@@ -323,7 +323,7 @@ def merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | N
     A layer in which they are merged is written again, with the scaling that it has now.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         safe_merge: has no effect: weights that are not finite are always refused.
         adapter_names: in the order in which they act; None: the active ones.
 
@@ -345,7 +345,7 @@ def unmerge(layer: Any) -> None:
     """Give all weights of the model the values that they had before merging.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     if _state(layer).merged:
         merging.reset(model_of(layer._link.active))
@@ -360,7 +360,7 @@ def set_scale(layer: Any, adapter: str, scale: float) -> None:
     """Multiply the scaling that an adapter had in its config.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         adapter: its name; one that the layer does not have is none of its concern.
         scale: the factor.
 
@@ -381,7 +381,7 @@ def scale_layer(layer: Any, scale: float) -> None:
     """Multiply the scalings of the active adapters.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         scale: the factor.
 
     Raises:
@@ -399,7 +399,7 @@ def unscale_layer(layer: Any, scale: float | None = None) -> None:
     """Undo `scale_layer`.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         scale: the factor; None: of all calls.
 
     Raises:
@@ -419,7 +419,7 @@ def base_layer(layer: Any) -> nn.Module:
     """Return a layer without adapters that has the parameters of this one.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
 
     Raises:
         AttributeError: the model is not one of `adapterzoo.peft`. Where PEFT itself has wrapped it,
@@ -453,7 +453,7 @@ def put_back(model: nn.Module) -> None:
     """Give a model its layers with adapters where a framework has put their base layers.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
     """
     for parent in [*model.modules()]:
         for name, child in parent._modules.items():

@@ -91,7 +91,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     roles, fused ones whole.
 
     Args:
-        model: to which the adapter will be added.
+        model: the model to which the adapter will be added.
         config: an object of PEFT, or its dict.
 
     Raises:
@@ -242,10 +242,10 @@ def with_experts(
     """Return the fields of a config with the former layers of experts as parameters.
 
     Args:
-        model: to which the adapter will be added.
-        fields: of PEFT's config.
+        model: the model to which the adapter will be added.
+        fields: fields of PEFT's config.
         targets: `target_modules` as the user gave it.
-        spelling: of the method.
+        spelling: the method's spelling.
 
     Raises:
         ConfigError: only some layers of a parameter are named.
@@ -337,8 +337,8 @@ def has_head(model: AdaptedModel, name: str) -> bool:
     As in PEFT, the head that a model of `adapterzoo.peft` came with is in no file.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
     """
     is_of_peft = hasattr(type(model), "_mixin")
     return model._has_named_heads or not is_of_peft or name in model._adapter_state.copies
@@ -350,9 +350,9 @@ def encoded_record(
     """Return PEFT's config and tensors for an adapter that is not in the model yet.
 
     Args:
-        model: of the adapter.
-        name: of the adapter.
-        record: of the adapter, with its modules.
+        model: the adapter's model.
+        name: the adapter's name.
+        record: the adapter's record, with its modules.
 
     Raises:
         CheckpointError: PEFT has no such adapter.
@@ -372,9 +372,9 @@ def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None
     """Check that PEFT's format can express an adapter that is not in the model yet.
 
     Args:
-        model: that gets the adapter.
-        name: of the adapter.
-        record: of the adapter, with its modules.
+        model: the model that gets the adapter.
+        name: the adapter's name.
+        record: the adapter's record, with its modules.
 
     Raises:
         CheckpointError: it cannot.
@@ -729,8 +729,8 @@ def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str,
     They are those of a task that has a head, and those that `modules_to_save` names.
 
     Args:
-        model: with the adapter.
-        config: of PEFT, or its dict.
+        model: the model with the adapter.
+        config: a PEFT config, or its dict.
         made: the config of this library for it.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()

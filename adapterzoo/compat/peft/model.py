@@ -252,11 +252,11 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """Load an adapter into a model, which is changed in place.
 
         Args:
-            model: of transformers, any other module, or one with adapters.
+            model: a transformers model, any other module, or one with adapters.
             model_id: a folder, in any format, or `user/repository` on the Hub.
-            adapter_name: to give it.
+            adapter_name: the name to give it.
             is_trainable: whether it is trained; otherwise it is only used.
-            config: of PEFT, instead of the folder's.
+            config: PEFT's config, instead of the folder's.
             **kwargs: as `load_adapter` takes them.
 
         Returns:
@@ -264,7 +264,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
         Raises:
             CheckpointError: the adapter does not fit the model; it has no adapter then.
-            ConfigError: an argument is not legal.
+            ConfigError: an argument is invalid.
         """
         with plain_on_error(model):
             made = as_peft(model)
@@ -323,7 +323,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
         Args:
             model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
-            adapter_name: to give it; an adapter of this name is replaced.
+            adapter_name: the name to give it; an adapter of this name is replaced.
             is_trainable: whether its parameters get gradients.
             torch_device: where PEFT reads the file. It has no effect: nothing is needed, as tensors
                 are read on the CPU and go to the devices of the layers.
@@ -333,7 +333,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
                 initialized first.
             key_mapping: regular expressions for PEFT's keys in the file → what to write instead.
-            config: of PEFT, instead of the folder's.
+            config: PEFT's config, instead of the folder's.
             **kwargs: as `AdapterModelMixin.load_adapter` takes them; `torch_dtype` is `dtype`. What
                 accelerate needs to place a model (`device_map`, `max_memory`, `offload_dir`, …) has
                 no effect: nothing is needed, as an adapter lies where its layers are.
@@ -343,7 +343,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
         Raises:
             CheckpointError: it does not fit the model.
-            ConfigError: an argument is not legal.
+            ConfigError: an argument is invalid.
         """
         _refuse_offload(ephemeral_gpu_offload)
         below = kwargs.pop("subfolder", None)
@@ -496,7 +496,8 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
 
         Args:
-            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            state_dict: state dict of the whole model; or, if not `strict`, of a trainer's
+                checkpoint.
             strict: whether all keys of the model are needed.
             assign: whether the tensors become the parameters.
 
@@ -796,12 +797,12 @@ def get_peft_model(
     """Add an adapter to a model, which is changed in place, and train it.
 
     Args:
-        model: of transformers, or any other module; its mode does not change.
+        model: a transformers model or any other module; its mode does not change.
         peft_config: a config of PEFT, or of this library. As in PEFT it gets the name of the model.
-        adapter_name: to give it; an adapter of this name is replaced, with a warning.
+        adapter_name: the name to give it; an adapter of this name is replaced, with a warning.
         mixed: whether `isinstance(model, PeftMixedModel)` is true. Adapters of different methods
             can be active together in any case.
-        revision: of the base model, for the file.
+        revision: revision of the base model, written to the file.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
         low_cpu_mem_usage: whether the parameters are left on the meta device, without values, for
@@ -850,10 +851,10 @@ def inject_adapter_in_model(
     Args:
         peft_config: a config of PEFT.
         model: changed in place.
-        adapter_name: to give it.
+        adapter_name: the name to give it.
         low_cpu_mem_usage: as in `get_peft_model`.
-        state_dict: of the adapter, by PEFT's keys; the layers are those that it names, whatever the
-            config says.
+        state_dict: the adapter's state dict, by PEFT's keys; the layers are those that it names,
+            whatever the config says.
 
     Returns:
         The same object.
@@ -899,8 +900,9 @@ def get_peft_model_state_dict(
     As in PEFT, keys of a model from `inject_adapter_in_model` lack "base_model.model.".
 
     Args:
-        model: with adapters.
-        state_dict: of the whole model, whose values are taken; None: those that the model has.
+        model: a model with adapters.
+        state_dict: state dict of the whole model, whose values are taken; None: those that the
+            model has.
         adapter_name: the adapter.
         unwrap_compiled: has no effect: nothing is needed, as keys have no steps of torch.compile.
         save_embedding_layers: as in `PeftModel.save_pretrained`.
@@ -932,7 +934,7 @@ def set_peft_model_state_dict(
     """Give an adapter, and its head, values that `get_peft_model_state_dict` returned.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         peft_model_state_dict: tensors by PEFT's keys.
         adapter_name: the adapter.
         ignore_mismatched_sizes: must be False.
@@ -959,7 +961,7 @@ def get_base_model_state_dict(model: Any) -> dict[str, Tensor]:
     """Return the tensors of the base model, by the keys that it has without adapters.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
     """
     return {key: tensor.detach() for key, tensor in plain_state(unwrapped(model)).items()}
 
@@ -971,7 +973,7 @@ def set_base_model_state_dict(
     """Give the base model other values; adapters keep theirs.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         state_dict: by the keys of the base model.
         strict: whether all keys are needed, and no others.
 
@@ -1001,14 +1003,14 @@ def convert_to_lora(
     """Return the config and the tensors of a LoRA that changes weights as an adapter does.
 
     Args:
-        model: with the adapter, which does not change.
+        model: the model with the adapter, which does not change.
         rank: the largest rank; or, below 1, the share of Σ σ² to keep in each layer.
         adapter_name: the adapter.
         progressbar: has no effect: nothing is needed, as a layer takes one decomposition.
         compile_kwargs: the same.
 
     Raises:
-        ConfigError: the rank is not legal.
+        ConfigError: the rank is invalid.
         StateError: the adapter is more than a change of weights or merged, or the model has none.
         UnknownNameError: the adapter is unknown.
     """
@@ -1032,7 +1034,7 @@ def save_as_lora(
 
     Args:
         path: the folder; created if missing.
-        model: with the adapter, which does not change.
+        model: the model with the adapter, which does not change.
         rank: as there, and so are all others.
         adapter_name: the adapter.
         progressbar: see there.
@@ -1057,7 +1059,7 @@ def load_peft_weights(
 
     Args:
         model_id: a folder, or `user/repository`.
-        device: to put them on; None: the CPU.
+        device: the device to put them on; None: the CPU.
         **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
 
     Raises:
@@ -1072,7 +1074,7 @@ def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
     """Return the config object for a dict of fields.
 
     Args:
-        config_dict: with `peft_type`.
+        config_dict: a config dict with `peft_type`.
 
     Raises:
         CheckpointError: there is no such method here.
@@ -1087,7 +1089,7 @@ def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
     """Convert parameters that are trained to float32, and all others to half precision.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         dtype: float16 or bfloat16.
     """
     for parameter in model.parameters():
@@ -1153,9 +1155,9 @@ def prepare_model_for_kbit_training(
     A quantized model gets gradient checkpointing; its quantized weights do not change.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         use_gradient_checkpointing: whether a quantized model computes activations again.
-        gradient_checkpointing_kwargs: of `gradient_checkpointing_enable`.
+        gradient_checkpointing_kwargs: arguments of `gradient_checkpointing_enable`.
         auto_clear_cache: whether memory that the conversion has left free goes back to the GPU.
 
     Returns:
@@ -1185,7 +1187,7 @@ class AutoPeftModel:
     """Loads a base model of the class in the adapter's config, and the adapter.
 
     Attributes:
-        auto_class: of transformers; empty: the class in the config.
+        auto_class: the auto class of transformers; empty: the class in the config.
         task_type: PEFT's name of the task.
     """
 
@@ -1206,9 +1208,9 @@ class AutoPeftModel:
         Args:
             pretrained_model_name_or_path: the folder of an adapter in any format, or
                 `user/repository`.
-            adapter_name: to give it.
+            adapter_name: the name to give it.
             is_trainable: whether it is trained; otherwise it is only used.
-            revision: of the adapter.
+            revision: the adapter's revision.
             **kwargs: as the class's `from_pretrained` takes them.
 
         Raises:

@@ -79,8 +79,8 @@ def keep(model: Any, name: str, given: Any) -> None:
     """Keep the user's config of an adapter that has been added; it gets the names of the layers.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
         given: a config object of PEFT.
     """
     own = model._adapter_state.find(name).config
@@ -119,8 +119,8 @@ def set_mode(model: Any, name: str, is_trainable: bool) -> None:
     """Let the config of an adapter say whether it is only used; its file says that always.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
         is_trainable: whether it is trained.
     """
     with contextlib.suppress(CheckpointError):
@@ -135,8 +135,8 @@ def config_of_adapter(model: Any, name: str) -> PeftConfig:
     """Return PEFT's config of an adapter: the user's object, or one made from the adapter.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
 
     Raises:
         CheckpointError: PEFT's format cannot express it.
@@ -164,7 +164,7 @@ def adapted(model: nn.Module) -> Any:
     """Return the model with adapters inside wrappers of torch.
 
     Args:
-        model: with adapters, or a wrapper of it.
+        model: a model with adapters, or a wrapper of it.
 
     Raises:
         StateError: it cannot have any.
@@ -180,7 +180,7 @@ def whole(model: Any) -> Iterator[Any]:
     """Yield a model without what torch wraps around it; FSDP1 gathers its parameters for the block.
 
     Args:
-        model: with adapters, or a wrapper of it.
+        model: a model with adapters, or a wrapper of it.
 
     Raises:
         StateError: it cannot have any.
@@ -197,8 +197,8 @@ def with_values(model: Any, name: str, given: Mapping[str, Tensor] | None) -> It
     """Let an adapter have the values of a state dict of the whole model in the block.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
         given: tensors by the model's keys; those of the adapter may be missing. None: its own.
     """
     own = {id(t) for _, m in modules_of(model, name) for t in m.state_dict(keep_vars=True).values()}
@@ -218,12 +218,12 @@ def embedding_tensors(model: AdaptedModel, asked: str | bool) -> dict[str, Tenso
     """Return the tables that a file has beside an adapter, by PEFT's keys.
 
     Args:
-        model: of the adapter.
+        model: the adapter's model.
         asked: whether the file has the tables of tokens, input and output; "auto": if the
             vocabulary has another size than in the checkpoint of the base model.
 
     Raises:
-        ConfigError: the value is not legal.
+        ConfigError: the value is invalid.
 
     Warns:
         UserWarning: the model has no such table.
@@ -266,10 +266,10 @@ def finish(
     """Complete a folder that has just been saved in PEFT's format.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
         folder: its own.
-        tables: to write beside the adapter, from `embedding_tensors`.
+        tables: the tables to write beside the adapter, from `embedding_tensors`.
         safe_serialization: whether tensors stay in safetensors; otherwise they become a pickle.
     """
     config_of_adapter(model, name)
@@ -295,8 +295,8 @@ def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) ->
     """Yield a folder of PEFT's with another config and other keys; itself if nothing changes.
 
     Args:
-        folder: with an adapter.
-        config: of PEFT; None: that of the folder.
+        folder: a folder with an adapter.
+        config: a PEFT config; None: that of the folder.
         key_mapping: regular expressions for keys → what to write instead.
     """
     if config is None and not key_mapping:
@@ -319,8 +319,8 @@ def write_folder(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> No
     """Write the folder of an adapter as PEFT does.
 
     Args:
-        folder: of the adapter.
-        config: of PEFT.
+        folder: the adapter's folder.
+        config: PEFT's config.
         tensors: by PEFT's keys, of a model that it has wrapped or not.
     """
     values = {name: plain_value(value) for name, value in config.to_dict().items()}
@@ -332,8 +332,8 @@ def write_card(model: Any, folder: Path) -> None:
     """Write `README.md`, or complete the metadata of one that is there.
 
     Args:
-        model: with adapters.
-        folder: of the card.
+        model: a model with adapters.
+        folder: folder of the card.
     """
     path, base = folder / "README.md", name_of(model)
     kinds = (getattr(c.peft_type, "value", c.peft_type) for c in configs_of(model).values())

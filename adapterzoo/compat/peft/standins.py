@@ -52,7 +52,7 @@ def made(name: str, takes: Callable[[Any, Any], bool], bases: tuple[type, ...] =
     Args:
         name: PEFT's.
         takes: whether an object, the second argument, is an instance.
-        bases: of the class.
+        bases: bases of the class.
     """
     meta: Any = type("_Asked", (ModelType,), {"takes": takes})
     made: type[Any] = meta(

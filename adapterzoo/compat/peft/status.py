@@ -89,7 +89,7 @@ def get_layer_status(model: nn.Module) -> list[TunerLayerStatus]:
     """Return the adapters of each layer.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
 
     Raises:
         StateError: there are none at layers.
@@ -145,7 +145,7 @@ def get_model_status(model: Any) -> TunerModelStatus:
     """Return the adapters of a model.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
 
     Raises:
         StateError: there are none at layers.

@@ -47,7 +47,7 @@ class TransformersModel(InjectedModel):
         """Add an adapter, which is active then and trained alone.
 
         Args:
-            adapter_config: of PEFT.
+            adapter_config: PEFT's adapter config.
             adapter_name: its name; None: "default".
 
         Raises:
@@ -83,8 +83,8 @@ class TransformersModel(InjectedModel):
 
         Args:
             peft_model_id: a folder, or `user/repository` on the Hub.
-            adapter_name: to give it; None: "default".
-            peft_config: of PEFT, instead of the folder's.
+            adapter_name: the name to give it; None: "default".
+            peft_config: PEFT's config, instead of the folder's.
             adapter_state_dict: tensors by PEFT's keys, instead of the folder's.
             low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
                 initialized first.
@@ -92,7 +92,7 @@ class TransformersModel(InjectedModel):
             hotswap: as in `AdapterModelMixin.load_adapter`.
             local_files_only: whether nothing is downloaded.
             adapter_kwargs: where the folder is: `revision`, `subfolder`, `token` and others.
-            load_config: of `from_pretrained`, which found the folder.
+            load_config: config of `from_pretrained`, which found the folder.
             **kwargs: the same as `adapter_kwargs`.
 
         Returns:
@@ -141,7 +141,8 @@ class TransformersModel(InjectedModel):
 
         Args:
             adapter_name: the adapter; None: the first active one.
-            state_dict: of the whole model, whose values are taken; None: those that the model has.
+            state_dict: state dict of the whole model, whose values are taken; None: those that the
+                model has.
 
         Raises:
             CheckpointError: PEFT has no such adapter.

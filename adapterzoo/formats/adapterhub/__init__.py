@@ -208,8 +208,8 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
     Args:
         text: the key.
-        name: of the adapter in the checkpoint.
-        containers: of its method.
+        name: name of the adapter in the checkpoint.
+        containers: containers of its method.
     """
     for container in containers:
         for word in (container.name, *container.aliases):
@@ -533,7 +533,7 @@ def _files(
 
     Args:
         names: see `names_of_files`.
-        fields: of the config.
+        fields: the config's fields.
         tensors: by AdapterHub's keys.
         safe: whether to write safetensors.
         meta: `meta_dict`, whose entries stand beside the fields.
@@ -577,7 +577,7 @@ def _read_head(
     """Return a head.
 
     Args:
-        info: of the model.
+        info: the model's info.
         metadata: `head_config.json`.
         tensors: what lies beside it.
 

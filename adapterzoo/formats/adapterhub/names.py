@@ -246,7 +246,7 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
     """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:
-        info: of the model.
+        info: the model's info.
         path: with or without the prefix of the base model.
     """
     prefix = prefix_of(info)

@@ -57,9 +57,9 @@ def folder_bytes(
     metadata of the file.
 
     Args:
-        config: of PEFT.
+        config: PEFT's config.
         tensors: by PEFT's keys.
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
     """
     digest = metadata.get(DIGEST)
     beside = {

@@ -76,7 +76,7 @@ class FileConfig:
     """The facts in a PEFT config, checked.
 
     Attributes:
-        spelling: of the method.
+        spelling: the method's spelling.
         fields: the fields of the method that are read.
         patterns: by field: regular expressions to numbers.
         task_type: PEFT's name of the task; None if unknown.
@@ -190,9 +190,9 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
     """Return the value of the first pattern that matches each path; leave out other paths.
 
     Args:
-        field: of the config, for messages.
+        field: the config's field, for messages.
         patterns: PEFT's keys to values.
-        paths: of layers.
+        paths: paths of layers.
 
     Raises:
         CheckpointError: a key is not a regular expression.
@@ -651,7 +651,7 @@ class Extras:
     """What a file has besides its adapters, by paths in this model.
 
     Attributes:
-        copies: of layers: path → name of a parameter → its value.
+        copies: copies of layers, as path → name of a parameter → its value.
         biases: path of a layer → its bias.
         rows: path of an embedding → numbers of tokens in ascending order, and their rows.
         kind: PEFT's value of `bias`.
@@ -671,7 +671,7 @@ def _read_extras(
     Args:
         peft_config: the config.
         rest: all tensors but the adapter's, by key in the task class.
-        info: of the model to fill.
+        info: info of the model to fill.
 
     Raises:
         CheckpointError: the tokens in the config are not those of the rows, or modules that share
@@ -756,7 +756,7 @@ def is_saved(layer: str, names: Sequence[str]) -> bool:
 
     Args:
         layer: its path.
-        names: of modules.
+        names: names of modules.
     """
     return any(module.endswith(name) for module in around(layer) for name in names)
 
@@ -833,7 +833,7 @@ def head_from(
     Args:
         peft_config: the config.
         rest: all tensors but the adapter's, by key in the task class.
-        info: of the model to fill.
+        info: info of the model to fill.
 
     Raises:
         CheckpointError: a weight of the base model was trained too, or the head has no equivalent.

@@ -33,7 +33,7 @@ def without_twins(
 
     Args:
         tensors: by key.
-        spelling: of the method.
+        spelling: the method's spelling.
         saved: PEFT's `modules_to_save`.
         used: whether the model uses a layer, by its path in the file, where it is known.
     """
@@ -68,7 +68,7 @@ def twin_of(table: Mapping[str, Tensor], spelling: PeftSpelling) -> dict[str, Te
 
     Args:
         table: the tensors of its adapter.
-        spelling: of the method.
+        spelling: the method's spelling.
     """
     return {
         spelling.tensors[own][0]: table[other].mT.contiguous()

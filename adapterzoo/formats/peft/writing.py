@@ -212,7 +212,7 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     """Return the fields of PEFT's config that depend on the layers.
 
     Args:
-        spelling: of the method.
+        spelling: the method's spelling.
         layers: by path in the task class.
     """
     found: Fields = {}
@@ -397,11 +397,11 @@ def _write_extras(
 
     Args:
         places: what is trained besides the adapters, with its tensors by parameter.
-        spelling: of the method.
+        spelling: the method's spelling.
         adapted: paths of the adapted layers, here and in the task class.
-        modules: of the task class.
+        modules: modules of the task class.
         task: the class into which PEFT will load it.
-        info: of the model.
+        info: the model's info.
 
     Raises:
         CheckpointError: PEFT's method has no such field.
