@@ -239,17 +239,17 @@ def _svd(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
-"""What is combined: all parameters; the same with a weight's sign only on B; the factors A and B,
+"""What to combine: all parameters; the same with a weight's sign only on B; the factors A and B,
 each times the root of its weight; the concatenated factors; the change of the layer's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What a strategy combines, and how; with its options, for one call or for one layer.
+    """What a strategy combines and how, with its options, for one call or one layer.
 
     Attributes:
-        target: what is combined.
-        prunes: which entries to keep: largest "magnitude", "random", or None for all.
+        target: what to combine.
+        prunes: how to choose the entries to keep: by "magnitude", at "random", or None for all.
         elects: whether signs are elected, as in TIES.
         needs_rank: whether `svd_rank` is required.
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
@@ -303,12 +303,12 @@ class Combination:
         """Copy a result into its parameter.
 
         Args:
-            target: target of a new adapter.
+            target: a parameter of a new adapter.
             value: a tensor of the same shape.
             what: the parameter's name.
 
         Raises:
-            CompositionError: it is not finite in the parameter's dtype.
+            CompositionError: the result is not finite in the parameter's dtype.
         """
         cast = value.to(target.dtype)
         if not bool(cast.isfinite().all()):
@@ -332,7 +332,7 @@ class Combination:
             hint: what to write instead.
 
         Raises:
-            CompositionError: they differ in another field.
+            CompositionError: the configs differ in another field.
         """
         # the order of layers, matrices and targets has no meaning
         dicts = [
@@ -344,18 +344,18 @@ class Combination:
             if field not in but and any(value != found[0] for value in found):
                 given = [config.get(field) for config in configs]
                 raise CompositionError(
-                    f"{self.name!r} takes one {field}, and these have "
+                    f"{self.name!r} takes one {field}, but these have "
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
     def refusal(self, why: str) -> CompositionError:
-        """Make the error for an adapter that lacks what the strategy combines.
+        """Create the error for an adapter that lacks what the strategy combines.
 
         Args:
             why: the reason, for the message.
         """
         return CompositionError(
-            f"{self.name!r} combines low-rank factors, and {why}. Write combine_strategy='linear', "
+            f"{self.name!r} combines low-rank factors, but {why}. Write combine_strategy='linear', "
             f"the average of all parameters, or set_active_adapters(Average('a', 'b'))."
         )
 

@@ -323,7 +323,7 @@ class MultiTask(Node):
 
     @property
     def tasks(self) -> tuple[str | None, ...]:
-        """The name of each task: that of the last adapter in each child."""
+        """The name of each task, that of the last adapter in each child."""
         return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
 
 

@@ -77,8 +77,8 @@ class Place:
     Attributes:
         placement: its site, and the config that builds it.
         path: path of the module that holds it.
-        part: prefix of its parameters' names if several adapters share the module, as "query.", or a
-            parameter of the module is adapted, as "down_proj.mlp_out.".
+        part: prefix of its parameters' names if several adapters share the module ("query."), or
+            a parameter of the module is adapted ("down_proj.mlp_out.").
     """
 
     placement: Placement
@@ -189,8 +189,8 @@ class Format:
             that `read` can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
             damaged, or needs something that the model or this library lacks.
-        encode: returns names and contents of the files to write; raises `CheckpointError` for what the
-            format cannot express.
+        encode: returns names and contents of the files to write; raises `CheckpointError` for what
+            the format cannot express.
         base: returns the model that an adapter was trained on.
         owned: returns the names of all files that a folder of this format may have; other files are
             kept.

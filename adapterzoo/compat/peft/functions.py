@@ -37,15 +37,15 @@ def delete_adapter(
 
     Args:
         model: the model with the adapter.
-        adapter_name: its name.
-        prefix: has no effect: nothing is needed, as a model knows the modules of its adapters.
-        layer_cls: the same.
+        adapter_name: name of the adapter.
+        prefix: has no effect, since a model knows its adapters' modules.
+        layer_cls: has no effect either.
 
     Returns:
         The names of the active adapters; None without one.
 
     Raises:
-        StateError: it is in use, or the model has no adapters.
+        StateError: the adapter is in use, or the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
     own = saving.adapted(model)
@@ -60,7 +60,7 @@ def disable_input_dtype_casting(model: nn.Module, active: bool = True) -> Iterat
 
     Args:
         model: a model with adapters.
-        active: has no effect: nothing is needed, as the adapters of a layer are cast with it.
+        active: has no effect, since a layer's adapters are cast with it.
     """
     yield
 
@@ -70,7 +70,7 @@ def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
 
     Args:
         dimension: the width.
-        factor: the first of them, or the next smaller divisor if it does not divide; −1: the
+        factor: the first of them, or the next smaller divisor if this does not divide; −1: the
             largest divisor up to the square root.
     """
     return divided(dimension, factor)
