@@ -44,10 +44,7 @@ REFUSED: Mapping[str, tuple[frozenset[str], str]] = {
         "attends to the outputs of single adapters",
     ),
     "Parallel": (frozenset(("Parallel",)), "repeats the batch once for each child"),
-    "BatchSplit": (
-        frozenset(("MultiTask", "Parallel")),
-        "gives fixed numbers of rows to each",
-    ),
+    "BatchSplit": (frozenset(("MultiTask", "Parallel")), "fixes the rows of each child"),
     "MultiTask": (
         frozenset(("BatchSplit", "MultiTask", "Parallel")),
         "assigns the rows itself",

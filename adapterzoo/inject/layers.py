@@ -347,7 +347,7 @@ def put_slice(t: Tensor, part: Tensor, features: OutputSlice | None, dim: int) -
 
 
 class FusedAdapters(WeightAdapter):
-    """Several adapters of one name at one layer: the parts for a fused layer, or of a union.
+    """Several adapters of one name at one layer: for the parts of a fused layer or of a union.
 
     Each child adapts its slice of the output features, or all of them; earlier ones act first.
     """

@@ -59,6 +59,7 @@ class IA3Config(TargetedConfig):
 
     Attributes:
         r: must be 1.
+        alpha: a factor of every vector.
         convention: "paper": the feed-forward vector scales the input of the last layer;
             "adapterhub": the output of the first; None: "adapterhub" with `output_lora`, which only
             exists there, otherwise "paper". The field then holds the chosen one.

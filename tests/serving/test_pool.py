@@ -750,7 +750,7 @@ def test_what_is_refused_changes_nothing(tmp_path):
             pool.add("a0", folders["a1"])
         with pytest.raises(CheckpointError):
             pool.add("none", tmp_path / "nothing")
-        with pytest.raises(StateError, match="a pool already"):
+        with pytest.raises(StateError, match="already has a pool"):
             AdapterPool(model, folders)
         model.merge_adapter("wide")
         with pytest.raises(StateError, match="reset_adapter"), pool.use(["a0"]):

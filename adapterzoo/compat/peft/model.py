@@ -804,8 +804,8 @@ def get_peft_model(
             can always be active together.
         revision: revision of the base model, written to the file.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
-            low_cpu_mem_usage: whether to leave the parameters on the meta device, without values,
-                for `set_peft_model_state_dict(…, low_cpu_mem_usage=True)`.
+            precision, unless its config has a `dtype`. Copies of layers keep their dtype.
+        low_cpu_mem_usage: whether to leave the parameters on the meta device, without values, for
             `set_peft_model_state_dict(…, low_cpu_mem_usage=True)`.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
             "corda", which PEFT takes in separate functions; or the weights before quantization
