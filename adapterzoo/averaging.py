@@ -75,7 +75,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     Args:
         tensors: at least one, of one shape, dtype and device.
-        weights: one for each.
+        weights: a weight for each.
     """
     total = weights[0] * tensors[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
@@ -93,7 +93,7 @@ def elected(
 
     Args:
         tensors: at least one, of one shape, dtype and device.
-        weights: one for each.
+        weights: a weight for each.
         majority_sign_method: "total": γ = sign Σ τᵢ; "frequency": γ = sign Σ sign τᵢ.
     """
     stacked = torch.stack(tuple(tensors))  # [n, *shape]
@@ -110,7 +110,7 @@ def largest(tensor: Tensor, density: float) -> Tensor:
     """Keep the ⌊density · n⌋ of n entries with the largest magnitude; set the others to zero.
 
     Args:
-        tensor: of any shape; all experts of a stack are pruned together.
+        tensor: a tensor of any shape; all experts of a stack are pruned together.
         density: share of the entries to keep, above 0 to 1.
     """
     flat = tensor.reshape(-1)  # [n]
@@ -124,7 +124,7 @@ def random(tensor: Tensor, density: float, source: torch.Generator | None = None
     """Return m ⊙ δ / density with m ~ Bernoulli(density); its mean over m is δ.
 
     Args:
-        tensor: of any shape.
+        tensor: a tensor of any shape.
         density: probability of keeping an entry, above 0 to 1.
         source: on the CPU, so that all devices draw the same; None: torch's default generator.
     """
@@ -149,7 +149,7 @@ def split(
         rank: r.
         clamp: a quantile of all entries of A and B; larger magnitudes are cut to it.
         full_matrices: whether to compute unused singular vectors, as PEFT does.
-        driver: of cuSOLVER, see `torch.linalg.svd`.
+        driver: cuSOLVER's driver, see `torch.linalg.svd`.
 
     Returns:
         A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]`.
@@ -239,25 +239,25 @@ def _svd(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
-"""What is combined: all parameters; the same with a weight's sign only on B; the factors A and B,
+"""What to combine: all parameters; the same with a weight's sign only on B; the factors A and B,
 each times the root of its weight; the concatenated factors; the change of the layer's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What a strategy combines, and how; with its options, for one call or for one layer.
+    """What a strategy combines and how, with its options, for one call or one layer.
 
     Attributes:
-        target: what is combined.
-        prunes: which entries to keep: largest "magnitude", "random", or None for all.
+        target: what to combine.
+        prunes: how to choose the entries to keep: by "magnitude", at "random", or None for all.
         elects: whether signs are elected, as in TIES.
         needs_rank: whether `svd_rank` is required.
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
             scaling that follows.
-        name: of the strategy.
+        name: name of the strategy.
         density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
-        rank: of the result; None: the largest of those combined.
+        rank: rank of the result; None: the largest of those combined.
         clamp: quantile at which factors are clamped; None: not at all.
         full_matrices: argument of `torch.linalg.svd`.
         driver: argument of `torch.linalg.svd`.
@@ -288,7 +288,7 @@ class Combination:
 
         Args:
             tensors: at least one, of one shape and device, float32 or float64.
-            weights: one for each.
+            weights: a weight for each.
         """
         if self.prunes is not None and self.density is not None and self.density < 1:
             prune: Callable[[Tensor, float], Tensor] = largest
@@ -303,12 +303,12 @@ class Combination:
         """Copy a result into its parameter.
 
         Args:
-            target: of a new adapter.
-            value: of the same shape.
+            target: a parameter of a new adapter.
+            value: a tensor of the same shape.
             what: the parameter's name.
 
         Raises:
-            CompositionError: it is not finite in the parameter's dtype.
+            CompositionError: the result is not finite in the parameter's dtype.
         """
         cast = value.to(target.dtype)
         if not bool(cast.isfinite().all()):
@@ -332,7 +332,7 @@ class Combination:
             hint: what to write instead.
 
         Raises:
-            CompositionError: they differ in another field.
+            CompositionError: the configs differ in another field.
         """
         # the order of layers, matrices and targets has no meaning
         dicts = [
@@ -344,18 +344,18 @@ class Combination:
             if field not in but and any(value != found[0] for value in found):
                 given = [config.get(field) for config in configs]
                 raise CompositionError(
-                    f"{self.name!r} takes one {field}, and these have "
+                    f"{self.name!r} takes one {field}, but these have "
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
     def refusal(self, why: str) -> CompositionError:
-        """Make the error for an adapter that lacks what the strategy combines.
+        """Create the error for an adapter that lacks what the strategy combines.
 
         Args:
             why: the reason, for the message.
         """
         return CompositionError(
-            f"{self.name!r} combines low-rank factors, and {why}. Write combine_strategy='linear', "
+            f"{self.name!r} combines low-rank factors, but {why}. Write combine_strategy='linear', "
             f"the average of all parameters, or set_active_adapters(Average('a', 'b'))."
         )
 

@@ -93,9 +93,9 @@ def cached(
     code, or in a process group, where FSDP refills tensors without a new version.
 
     Args:
-        owner: has one such value.
-        compute: computes it from the sources and the facts alone.
-        sources: returns the parameters and buffers.
+        owner: the object to which the value belongs.
+        compute: a function that computes it from the sources and facts alone.
+        sources: a function that returns the parameters and buffers.
         facts: the numbers and dtypes that it depends on.
     """
     values = None if torch.compiler.is_compiling() else _values.get()

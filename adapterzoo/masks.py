@@ -1,4 +1,4 @@
-"""What masks and positions say about the tokens of a call: padding, and packed sequences."""
+"""Facts in masks and positions about the tokens of a call: padding, and packed sequences."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
 
     Args:
         mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
-        rows: of the batch.
-        tokens: of the call.
-        cached: tokens of the calls before.
+        rows: number of rows of the batch.
+        tokens: number of tokens of the call.
+        cached: number of tokens of earlier calls.
     """
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):
         return None
@@ -57,7 +57,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def unreadable(mask: Any, rows: int, tokens: int) -> str:
-    """Return the message for a mask that does not tell which tokens are real."""
+    """Return the message for a mask that does not show which tokens are real."""
     shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     return (
         f"attention_mask={shown}: an active adapter needs to know which of the "
@@ -79,8 +79,8 @@ def bounds_given(given: Mapping[str, Any]) -> Tensor | None:
 def bounds_in(given: Mapping[str, Any]) -> Tensor | None:
     """Return where the packed sequences of a call begin and end in its concatenated rows.
 
-    As transformers reads them: positions that do not go on by one start a sequence, unless there is
-    a mask.
+    As transformers reads them: a position that does not continue the previous one by one starts a
+    sequence, unless there is a mask.
 
     Args:
         given: arguments of the call, by name.
@@ -117,7 +117,7 @@ def packed(why: str) -> str:
     """Return the message for a row of several sequences.
 
     Args:
-        why: what an adapter does once in each row.
+        why: what an adapter does once per row.
     """
     return (
         f"a row of this call holds several sequences (position_ids or cu_seq_lens_q), and {why} "

@@ -27,7 +27,7 @@ class Split:
     """How a layer is split over the processes of a mesh, along at most one of its two dimensions.
 
     Attributes:
-        mesh: with one dimension.
+        mesh: a mesh with one dimension.
         inputs: whether each process has a part of the input features (row-parallel).
         outputs: whether each process has a part of the output features (column-parallel).
         d_in: the number of input features of the whole layer.

@@ -93,7 +93,7 @@ class AdapterTrainer(Trainer):
         """Check the model and start the `Trainer`.
 
         Args:
-            model: with adapters, one of them active.
+            model: a model with adapters, one of them active.
             args: `TrainingArguments`.
             data_collator: makes a batch from a list of rows.
             train_dataset: rows to train on.
@@ -153,22 +153,22 @@ class AdapterTrainer(Trainer):
             )
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Make a fresh model, with `adapter_names` active.
+        """Create a new model, with `adapter_names` active.
 
         Raises:
-            StateError: it has no adapters, or none is active.
+            StateError: the model has no adapters, or none is active.
         """
         model = super().call_model_init(trial)
         self._take(model)
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, as `Trainer` does."""
+        """Create the accelerator, as `Trainer` does."""
         super().create_accelerator_and_postprocess()
         hosts.accelerator_divides_no_loss(self.accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Check that the model is ready for training, then make the optimizer as `Trainer` does.
+        """Check that the model is ready for training, then create the optimizer as `Trainer` does.
 
         With `loraplus_lr_ratio`, its groups get the learning rates of LoRA+.
 
@@ -247,7 +247,7 @@ class AdapterTrainer(Trainer):
         """Return the loss of a batch, as its share of the accumulated batches.
 
         Args:
-            model: perhaps wrapped.
+            model: the model, possibly wrapped.
             inputs: arguments of `forward`.
             return_outputs: whether to return the outputs too.
             num_items_in_batch: number of counted labels in all accumulated batches.
@@ -300,7 +300,7 @@ class AdapterTrainer(Trainer):
         """Return loss, scores and labels of a batch; scores of several heads in one tuple.
 
         Args:
-            model: perhaps wrapped.
+            model: the model, possibly wrapped.
             inputs: arguments of `forward`.
             prediction_loss_only: whether to return only the loss.
             ignore_keys: fields of the outputs that are not predictions; None: all but the scores
@@ -438,10 +438,10 @@ def with_adapters(caller: str, model: nn.Module) -> AdapterModelMixin:
 
     Args:
         caller: name of the class that takes it.
-        model: perhaps wrapped.
+        model: the model, possibly wrapped.
 
     Raises:
-        StateError: it has no adapters.
+        StateError: the model has no adapters.
     """
     adapted = unwrapped(model)
     if not isinstance(adapted, AdapterModelMixin):

@@ -50,7 +50,7 @@ def setup_adapter_training(
     and frozen.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         adapter_args: the script's arguments.
         adapter_name: name of the adapter to train.
         adapter_config_kwargs: fields to change in the configs.

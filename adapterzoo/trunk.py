@@ -1,16 +1,16 @@
-"""The shared trunk: blocks that run before the first adapter compute equal rows of a batch once.
+"""The shared trunk: blocks before the first adapter compute equal rows of a batch only once.
 
-As multi-task inference of AdapterDrop: Rücklé et al. 2021, arXiv:2010.11918, §3.1.2.
+Like multi-task inference in AdapterDrop: Rücklé et al. 2021, arXiv:2010.11918, §3.1.2.
 
-`Parallel` repeats the batch at the start of the model, and a mixed batch may have a prompt several
-times. Up to the first adapter equal rows stay equal. A block f is a function of rows, so with the
-distinct rows u of a batch x = u[index],
+`Parallel` repeats the batch at the start of the model, and a mixed batch may contain a prompt
+several times. Equal rows stay equal up to the first adapter. A block f treats rows separately, so
+with the distinct rows u of a batch x = u[index],
 
     f(x) = f(u)[index].
 
-Only the blocks see fewer rows. All that is between them gets those of the whole batch: embeddings,
-masks, positions, hidden states that are returned. A block writes the keys and values of all rows to
-a cache, which is then the same as without the trunk.
+Only the blocks see fewer rows. Everything between them sees the whole batch: embeddings, masks,
+positions, returned hidden states. A block writes the keys and values of all rows to a cache, which
+is then the same as without the trunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .kernels.grouped import on_device
 try:
     from transformers.utils import output_capturing
 except ImportError:
-    # older versions collect outputs of inner modules otherwise
+    # older versions collect the outputs of inner modules in another way
     output_capturing = None  # type: ignore[assignment]
 
 # caches and their layers
@@ -40,9 +40,9 @@ _CACHES = tuple(
     for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
     if hasattr(cache_utils, name)
 )
-# values of arguments that have no rows
+# types of argument values that have no rows
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, nn.Module)
-# relative difference of equal rows that were computed in different places of a batch, at most
+# largest relative difference between equal rows that were computed at different places of a batch
 _ROUNDING = 1e-2
 _ADVICE = "Write model.share_trunk(False)"
 
@@ -52,8 +52,8 @@ class Distinct:
     """The distinct rows of a batch.
 
     Attributes:
-        first: the first of the equal rows, for each distinct one.
-        index: the number of its distinct row, for each row.
+        first: for each distinct row, the first row equal to it.
+        index: for each row, the number of its distinct row.
     """
 
     first: tuple[int, ...]
@@ -64,7 +64,7 @@ class Distinct:
         """Return the distinct rows of a batch.
 
         Args:
-            numbers: of each row; equal rows have equal ones.
+            numbers: a number for each row; equal for equal rows.
         """
         places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
         index = tuple(places[number] for number in numbers)
@@ -86,7 +86,7 @@ class Distinct:
         return t.index_select(0, on_device(self.index, torch.int64, t.device))  # [rows, …]
 
     def hold(self, t: Tensor, drops: bool = False) -> bool:
-        """Return whether the equal rows of a tensor `[rows, …]` are equal, up to rounding.
+        """Return whether the equal rows of a tensor `[rows, …]` are still equal, up to rounding.
 
         Args:
             t: the tensor.
@@ -96,7 +96,7 @@ class Distinct:
         again = self.spread(self.taken(t))
         if not t.is_floating_point():
             return torch.equal(t, again)
-        # the difference of two infinities, as masks have them, is none
+        # the difference of two infinities, as in masks, is nan
         differs = (t - again).nan_to_num(0.0).abs()
         if drops:
             differs = differs.where((t != 0) & (again != 0), 0.0)
@@ -106,14 +106,14 @@ class Distinct:
 
 @dataclass(slots=True, eq=False)
 class Trunk:
-    """The blocks of one call that run once for equal rows.
+    """The blocks that run once for equal rows in a call.
 
     Attributes:
-        index: the number of the input of each row; rows with equal inputs have equal numbers.
+        index: a number for the input of each row; equal for equal inputs.
         adapted: paths of the modules that are, or contain, sites of the call's adapters.
         blocks: paths of the blocks that have run once for equal rows.
-        is_running: whether rows with equal inputs are equal now.
-        is_started: whether a forward pass has decided that.
+        is_running: whether rows with equal inputs are still equal.
+        is_started: whether a forward pass has set `is_running`.
         has_ended: whether an adapter has acted.
         running: path of the running block; empty outside of one.
         checked: paths of the stacks whose first block has run.
@@ -129,10 +129,10 @@ class Trunk:
     checked: set[str] = field(default_factory=set)
 
     def started(self, is_running: bool) -> Trunk:
-        """Return the trunk of one forward pass of a call that may have several.
+        """Return the trunk for one forward pass of a call, which may have several.
 
         Args:
-            is_running: whether the pass is one over the inputs of the call.
+            is_running: whether the pass computes the inputs of the call.
         """
         return replace(self, is_running=is_running, is_started=True, checked=set())
 
@@ -140,12 +140,12 @@ class Trunk:
         """Note that an adapter acts.
 
         Raises:
-            StateError: it does so in a block of the trunk.
+            StateError: it acts inside a block of the trunk.
         """
         if self.running:
             raise StateError(
-                f"share_trunk: the block {self.running!r} calls a layer of another block, which an "
-                f"adapter changes. {_ADVICE}."
+                f"share_trunk: the block {self.running!r} calls a layer of another block, and an "
+                f"adapter changes that layer. {_ADVICE}."
             )
         self.has_ended = True
 
@@ -153,7 +153,7 @@ class Trunk:
         """Return whether a block of the model belongs to the trunk.
 
         Args:
-            path: of the block.
+            path: the block's path.
         """
         if path in self.adapted:
             self.has_ended = True
@@ -169,33 +169,33 @@ class Trunk:
         """Run a block on the distinct rows.
 
         Args:
-            path: of the block.
-            forward: of the block.
-            args: its inputs for all rows.
-            kwargs: its inputs by name.
+            path: the block's path.
+            forward: the block's forward.
+            args: its positional inputs for all rows.
+            kwargs: its named inputs for all rows.
 
         Returns:
             Its outputs for all rows.
 
         Raises:
-            StateError: the rows of an input are not known.
+            StateError: the rows of an input are unknown.
         """
         call = _BlockCall.of(path, self.index, args[0] if args else next(iter(kwargs.values())))
         stack = path.rpartition(".")[0]
         if stack not in self.checked:
             call.check()
             self.checked.add(stack)
-        few = [call.taken(value, f"input {number}") for number, value in enumerate(args)]
-        few_named = {name: call.taken(value, name) for name, value in kwargs.items()}
+        inputs = [call.taken(value, f"input {number}") for number, value in enumerate(args)]
+        named = {name: call.taken(value, name) for name, value in kwargs.items()}
         collected = _collected()
         counts = {name: len(values) for name, values in collected.items()}
         self.running = path
         try:
-            out = forward(*few, **few_named)
+            out = forward(*inputs, **named)
         except (IndexError, RuntimeError, ValueError) as error:
             if isinstance(error, (StateError, torch.OutOfMemoryError)):
                 raise
-            # an input whose rows are not at its first dimension
+            # an input whose rows are not its first dimension
             _refuse(path, f"failed on {len(call.rows.first)} rows ({error})", error)
         finally:
             self.running = ""
@@ -208,11 +208,11 @@ class Trunk:
 
 @contextmanager
 def resumed(trunk: Trunk | None, has_ended: bool) -> Iterator[None]:
-    """Let a block run as it did first, when gradient checkpointing runs it again.
+    """Make a block run as it did first when gradient checkpointing runs it again.
 
     Args:
-        trunk: of the call; None without one.
-        has_ended: whether an adapter had acted before the block ran first.
+        trunk: the call's trunk; None without one.
+        has_ended: whether an adapter had acted before the first run of the block.
     """
     if trunk is None:
         yield
@@ -228,9 +228,9 @@ class _BlockCall(NamedTuple):
     """One call of a block of the trunk.
 
     Attributes:
-        path: of the block.
-        rows: of the call.
-        x: the hidden states, `[rows, tokens, d]` or with several dimensions of tokens.
+        path: the block's path.
+        rows: the call's rows.
+        x: the hidden states, `[rows, tokens, d]`, or with several token dimensions.
     """
 
     path: str
@@ -242,18 +242,18 @@ class _BlockCall(NamedTuple):
         """Return the call of a block.
 
         Args:
-            path: of the block.
+            path: the block's path.
             index: see `Trunk`.
             x: its first input.
 
         Raises:
-            StateError: it does not have the rows of the batch.
+            StateError: the input does not have the rows of the batch.
         """
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         times = x.shape[0] // len(index) if isinstance(x, Tensor) and x.dim() > 1 else 0
         if not times or x.shape[0] % len(index):
             _refuse(path, f"got {shape}, not {len(index)} rows")
-        # beams, or frames of a video, of each row
+        # each row may have beams, or frames of a video
         numbers = [number * times + copy for number in index for copy in range(times)]
         return cls(path, Distinct.of(numbers), x)
 
@@ -261,13 +261,13 @@ class _BlockCall(NamedTuple):
         """Check that equal rows are still equal before the first block.
 
         Raises:
-            StateError: their states have differed at random, or another dimension has the rows.
+            StateError: their states differ at random, or the rows are in another dimension.
         """
         if not torch.compiler.is_compiling() and not self.rows.hold(self.x, drops=True):
             _refuse(
                 self.path,
-                f"got {list(self.x.shape)}, whose first dimension is not that of the rows, or "
-                "equal rows of which differ at random",
+                f"got {list(self.x.shape)}, whose first dimension is not the rows, or "
+                "whose equal rows differ at random",
             )
 
     def taken(self, value: Any, name: str) -> Any:
@@ -275,7 +275,7 @@ class _BlockCall(NamedTuple):
 
         Args:
             value: the input for all rows.
-            name: of it.
+            name: its name.
         """
         if isinstance(value, Tensor):
             return self._taken(value, name)
@@ -287,7 +287,7 @@ class _BlockCall(NamedTuple):
             parts = [self.taken(each, f"{name}[{n}]") for n, each in enumerate(value)]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if not isinstance(value, _PLAIN) and not callable(value):
-            _refuse(self.path, f"got {name}, a {type(value).__name__}, whose rows are not known")
+            _refuse(self.path, f"got {name}, a {type(value).__name__}, whose rows are unknown")
         return value
 
     def _taken(self, t: Tensor, name: str) -> Tensor:
@@ -297,13 +297,13 @@ class _BlockCall(NamedTuple):
         if not t.dim() or not t.shape[0] or t.shape[0] % count:
             return t
         if t.shape[0] > count:
-            # heads, or tokens, of each row
+            # each row may have heads or tokens
             split = t.view(count, -1, *t.shape[1:])
             return self.rows.taken(split).flatten(0, 1) if self._holds(split, name) else t
         tokens = self.x.shape[1]
         like_states = t.dim() == self.x.dim() and t.shape[-1] == self.x.shape[-1]
         has_tokens = t.dim() > 1 and t.shape[1] == tokens and count != tokens
-        # others of this length may be tables without rows
+        # other tensors of this length may be tables without rows
         certain = t.dim() > 3 or like_states or has_tokens
         return self.rows.taken(t) if certain or self._holds(t, name) else t
 
@@ -323,7 +323,7 @@ class _BlockCall(NamedTuple):
             if value.dim() and value.shape[0] == few:
                 return self.rows.spread(value)
             if value.dim() == 2 and value.shape[0] == few * tokens:
-                # each token of each row, such as the logits of a router
+                # one value per token and row, such as the logits of a router
                 split = value.view(few, tokens, -1)
                 return self.rows.spread(split).flatten(0, 1)  # [rows · tokens, …]
             return value
@@ -338,7 +338,7 @@ class _BlockCall(NamedTuple):
         return value
 
     def output(self, out: Any) -> Any:
-        """Return the output of the block for all rows.
+        """Return the block's output for all rows.
 
         Args:
             out: the output for the distinct rows.
@@ -349,12 +349,12 @@ class _BlockCall(NamedTuple):
         few = len(self.rows.first)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[0] != few:
             shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            _refuse(self.path, f"made {shape} of {few} rows")
+            _refuse(self.path, f"returned {shape} for {few} rows")
         return self.spread(out)
 
 
 class _Written(dict[Any, Any]):
-    """A dict for the distinct rows; what a block writes into it is written for all rows too."""
+    """A dict for the distinct rows; a block's writes to it also go to the dict for all rows."""
 
     def __init__(self, call: _BlockCall, whole: MutableMapping[Any, Any], name: str) -> None:
         super().__init__({key: call.taken(v, f"{name}[{key!r}]") for key, v in whole.items()})
@@ -367,7 +367,7 @@ class _Written(dict[Any, Any]):
 
 
 class _CacheOfRows:
-    """A cache of all rows, or a layer of it, as a block sees it that gets the distinct rows.
+    """The view that a block for the distinct rows has of a cache of all rows, or of its layers.
 
     Its methods take and return tensors of the distinct rows.
     """
@@ -380,7 +380,7 @@ class _CacheOfRows:
 
     @property  # type: ignore[misc]  # a read-only one
     def __class__(self) -> Any:
-        # blocks look for caches of encoder–decoders
+        # blocks check for the caches of encoder–decoders
         return type(self._whole)
 
     def __len__(self) -> int:
@@ -392,9 +392,8 @@ class _CacheOfRows:
             return self._seen(value)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            given = [self._all(value) for value in args]
-            named = {name: self._all(value) for name, value in kwargs.items()}
-            return self._seen(value(*given, **named))
+            named = {key: self._all(each) for key, each in kwargs.items()}
+            return self._seen(value(*map(self._all, args), **named))
 
         return method
 
@@ -418,9 +417,9 @@ class _CacheOfRows:
 
 
 def _collected() -> Mapping[str, list[Any]]:
-    """Return the outputs of inner modules that transformers is collecting, such as attentions."""
+    """Return the inner outputs that transformers is collecting, such as attentions."""
     collector = getattr(output_capturing, "_active_collector", None)
-    # compiled code cannot read a context variable, for which transformers then has another
+    # compiled code cannot read a context variable; transformers then uses another collector
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
         return {}
     return {name: own for name, own in (collector.get() or {}).items() if isinstance(own, list)}

@@ -311,7 +311,7 @@ def unsayable(model, *says, folder, name="a", **kwargs):
      ("dora", ("convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
-     ("lora[target_modules='all-linear']", ("names queries", "format='native'")),
+     ("lora[target_modules='all-linear']", ("names only queries", "format='native'")),
      ("seq_bn|lora[lora_bias=True]", ("lora_bias=True", "format='native'"))],
 )  # fmt: skip
 def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(

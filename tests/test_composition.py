@@ -293,7 +293,7 @@ def test_any_depth_is_legal():
             lambda: rows_of(
                 BatchSplit("a", BatchSplit("b", "c", batch_sizes=1), batch_sizes=[1, 3])
             ),
-            "gets 3 rows and divides 2",
+            "gets 3 rows but divides 2",
             "Write batch_sizes with 2",
         ),
         (lambda: from_json({"type": "Heap", "children": []}), "Heap", "'Stack'"),
@@ -479,7 +479,7 @@ def test_rows_take_their_own_steps(count):
 def test_rows_that_cannot_be_told_are_refused():
     parts, index = numbered(["o1", None])
     step = compile_site(parts, ADAPTERS)
-    with pytest.raises(CompositionError, match="got 4 rows, and the composition has 2"):
+    with pytest.raises(CompositionError, match="got 4 rows, but the composition has 2"):
         run(step, torch.zeros(4, 1), Affine(), RowMap(index))
     entered = RowMap(index).enter(2, together=True)
     with pytest.raises(CompositionError, match="got 3 rows"):

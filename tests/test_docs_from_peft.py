@@ -212,7 +212,7 @@ def merging_a_rotation(model, folder):
     before = theirs(x), paper(x)
     theirs.merge_adapter()
     assert (theirs(x) - before[0]).abs().max() > 0.01
-    with pytest.raises(StateError, match="adds up patches"):
+    with pytest.raises(StateError, match="sums patches"):
         ours_.merge_adapter()
     paper.merge_adapter()
     torch.testing.assert_close(paper(x), before[1], rtol=1e-4, atol=1e-5)

@@ -166,7 +166,7 @@ def test_files_that_do_not_fit_the_model_are_refused(tmp_path):
     theirs("llama").save_pretrained(tmp_path)
     change(tmp_path, alora_invocation_tokens=[5, 99])
     here = ours("llama")
-    with pytest.raises(SiteError, match=r"99 tokens, without 99"):
+    with pytest.raises(SiteError, match=r"99 tokens, but not 99"):
         here.load_adapter(tmp_path)
     change(tmp_path, alora_invocation_tokens=[-5])
     with pytest.raises(CheckpointError, match=r"alora_invocation_tokens=\[-5\]"):

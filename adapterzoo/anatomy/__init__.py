@@ -1,7 +1,7 @@
 """Anatomy: the sites for adapters in a model. Pure discovery, no list of models.
 
-`find(model)` gives every linear layer of every transformer block a role out of one small closed
-set, and finds the *stream sites* that a bottleneck needs: the module whose output is added to
+`find(model)` gives every linear layer of every transformer block a role from a small closed set,
+and finds the *stream sites* that a bottleneck needs: the module whose output is added to
 the residual stream, the module that reads the stream, and the norm after the addition.
 """
 

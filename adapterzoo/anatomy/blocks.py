@@ -85,7 +85,7 @@ def read_block(branch: Branch, stack: str) -> Block:
         parts=parts,
         sublayers=(),
         post_norm=False,
-        # deformable attention samples, without queries and keys
+        # deformable attention samples without queries and keys
         absent=row.absent | ({"query", "key"} if samples else set()),
         states=row.states,
         note=row.note,
@@ -121,8 +121,8 @@ def layers_of(branch: Branch, row: Row) -> Iterator[Site]:
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
     """Return (d_in, d_out, stored transposed) of a linear layer; None for any other module.
 
-    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers, and so are the
-    layers of libraries that quantize.
+    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers, as are the
+    layers of quantization libraries.
     """
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features, False
@@ -139,7 +139,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
 def is_packed_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer without a weight: only its forward can unpack it.
 
-    The libraries that quantize agree on `in_features` and `out_features`, and on nothing else.
+    Quantization libraries agree only on `in_features` and `out_features`.
     """
     widths = _widths(module)
     weight = {**module._parameters, **module._buffers}.get("weight")
@@ -154,13 +154,13 @@ def is_packed_linear(module: nn.Module) -> bool:
 
 
 def stored(module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module itself: parameters, buffers and attributes."""
+    """Return a module's own tensors: parameters, buffers and attributes."""
     groups = (module._parameters, module._buffers, vars(module))
     return [t for group in groups for t in group.values() if isinstance(t, Tensor)]
 
 
 def _widths(module: Any) -> tuple[Any, Any]:
-    """Return (d_in, d_out) as a module states them, if it does."""
+    """Return (d_in, d_out) as stated by a module, if it does."""
     # it has no other record of them
     if type(module).__name__ == "EetqLinear":
         return tuple(module.weight.shape)
@@ -169,7 +169,7 @@ def _widths(module: Any) -> tuple[Any, Any]:
 
 
 def _stated(module: nn.Module, name: str) -> Any:
-    """Return an attribute of a module or a property of its class, and no answer for PEFT's code."""
+    """Return an attribute of a module or property of its class, but no answer meant for PEFT."""
     if name in vars(module):
         return vars(module)[name]
     found = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
@@ -205,13 +205,13 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
 
 
 def row_of(branch: Branch) -> Row:
-    """Return the table's entry for the architecture of a branch, with roles that a user gives."""
+    """Return the table's entry for a branch's architecture, with the roles that a user gives."""
     block, given = branch.tree.modules[branch.path], branch.tree.given
     names = (type(block).__name__, *branch.model_types)
     row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
     if not given:
         return row
-    # fused layers that the table does not know are [q | k | v]
+    # fused layers unknown to the table are [q | k | v]
     fused = [path for path, role in given.items() if role == "qkv"]
     unknown = [path for path in fused if not any(p.search(path) for p, _ in FUSED)]
     return dataclasses.replace(
@@ -268,13 +268,13 @@ def roles_of(branch: Branch) -> dict[tuple[str, str | None], Role]:
     gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
     for key, role in roles.items():
         if role == "mlp_gate" and parent(key[0]) not in gated:
-            # a feed-forward part without a gate whose layer is named like one (TimesFM)
+            # a feed-forward part without a gate, one of whose layers is named like a gate (TimesFM)
             roles[key] = "mlp_in"
     return roles
 
 
 def mixers_of(branch: Branch) -> Iterator[str]:
-    """Yield the paths of the modules below a branch that mix tokens in each channel apart."""
+    """Yield the paths of the modules below a branch that mix tokens within each channel."""
     for path, module in branch.modules:
         children = module.children() if path else ()
         if any(isinstance(m, nn.Conv1d) and m.groups == m.in_channels > 1 for m in children):
@@ -313,11 +313,11 @@ def experts_transposed(module: nn.Module, shapes: Mapping[str, tuple[int, ...]])
     """Return whether a module stores its experts' weights as `[experts, d_in, d_out]`.
 
     The shapes of the projections into and out of the inner width decide; if they fit both ways,
-    the module's `is_transposed` does, which some families lack (Llama 4).
+    the module's `is_transposed` decides, which some families lack (Llama 4).
 
     Args:
         module: the owner of the weights.
-        shapes: of its 3-D weights, by name; undecided without `down_proj`.
+        shapes: shapes of its 3-D weights, by name; undecided without `down_proj`.
     """
     if "down_proj" not in shapes:
         return bool(getattr(module, "is_transposed", False))
@@ -333,7 +333,7 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
     """Yield the parts of a fused layer as sites; none if it is not fused or its layout is unknown.
 
     Args:
-        site: the layer, with its path below the block.
+        site: the layer, with its path relative to the block.
         sites: all layers of the block.
         branch: the block.
         row: the table's entry for the architecture.
@@ -360,7 +360,7 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
 
 
 _QKV: tuple[Role, ...] = ("query", "key", "value")
-# layouts with parts of equal width, and their groups
+# layouts with parts of equal width, and their number of groups
 _EQUAL: Mapping[str, tuple[tuple[Role, ...], int]] = {
     "k, v": (("key", "value"), 1),
     # for each of the four slices of the tensor-parallel training run
@@ -375,9 +375,9 @@ def _slices(layout: str, site: Site, inner: int, branch: Branch) -> Mapping[Role
     """Return the features of each part of a fused layer.
 
     Args:
-        layout: its name, as in `patterns.Row.layouts`.
+        layout: name of the layout, as in `patterns.Row.layouts`.
         site: the layer.
-        inner: width of attention's output, or of the inside of the feed-forward part.
+        inner: width of attention's output, or inner width of the feed-forward part.
         branch: the block.
     """
     d_out, setting = site.d_out, functools.partial(branch.setting, site.path)
@@ -446,7 +446,7 @@ _Placed: TypeAlias = tuple[str, NormPosition, SubLayerKind]
 
 @dataclass(slots=True)
 class _Part:
-    """A sub-layer while its norms are being found; all paths are below the block."""
+    """A sub-layer while its norms are being found; all paths are relative to the block."""
 
     kind: SubLayerKind
     out: str
@@ -467,7 +467,7 @@ class _Part:
 
 
 def _with_sublayers(block: Block, branch: Branch, row: Row) -> Block:
-    """Return the block with its sub-layers, if their places on the stream are known."""
+    """Return the block with its sub-layers if their places on the stream are known."""
     sites = block.sites
     away = [pattern for pattern, out in row.outs.items() if not out]
     parts = [
@@ -527,7 +527,7 @@ def _mixers(sites: tuple[Site, ...]) -> Iterator[_Part]:
         return
     for site in sites:
         if site.role == "mixer_out":
-            # the module: kernels that fuse all of it read the projection without a call
+            # the module: kernels that fuse all of it read the projection without calling it
             root = parent(site.path)
             yield _Part("mixer", root, root, root)
 
@@ -541,7 +541,7 @@ def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
         if site.role != "mlp_out" or any(site.path.startswith(f"{root}.") for root in moes):
             continue
         inputs = [s for s in sites[: sites.index(site)] if s.role in ("mlp_in", "mlp_gate")]
-        # the last of equally near ones: `lang_output` follows `lang_inter`
+        # the last of equally near modules: `lang_output` follows `lang_inter`
         near = max(reversed(inputs), key=lambda s: nearness(s.path, site.path), default=site)
         yield _Part("mlp", site.path, near.path, common(near.path, site.path))
 
@@ -553,7 +553,7 @@ def _is_norm(path: str, module: nn.Module) -> bool:
 
 
 def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Placed], list[str]]:
-    """Return the norms whose names show their place, and the names of numbered norms."""
+    """Return the norms whose names show their places, and the names of numbered norms."""
     placed: list[_Placed] = []
     numbered: list[str] = []
     places: dict[str, NormPosition] = {"pre": "pre", "post": "branch"}
@@ -577,7 +577,7 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Place
 
 
 def _resolved(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
-    """Decide the place of norms such as `post_attention_layernorm` by the other norms."""
+    """Find the place of norms such as `post_attention_layernorm` from the other norms."""
     leaves = {leaf(name) for name, _, _ in placed}
     crossing = {"attention", "cross"} <= {part.kind for part in parts}
     before = {kind for _, place, kind in placed if place == "pre"}
@@ -605,7 +605,7 @@ def _resolved(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
 def _assign(
     placed: list[_Placed], numbered: list[str], parts: list[_Part], alone: str | None
 ) -> None:
-    """Assign the norms to the sub-layers; `alone`: the only norm of the block, if it has one."""
+    """Assign the norms to the sub-layers; `alone`: the block's only norm, if it has just one."""
     for name, place, kind in placed:
         for part in _candidates(name, kind, parts):
             part.norms.setdefault(place, name)
@@ -637,7 +637,7 @@ def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part
         same = [p for p in parts if p.kind in ("mixer", "cross")]
     if not same:
         return []
-    # a norm may have the sub-layer's name too, as `ffn2_layer_norm`
+    # a norm may also contain the sub-layer's name, such as `ffn2_layer_norm`
     owners = [p.out.partition(".")[0] for p in same]
     likeness = [
         (len(owner) if owner in name else 0, nearness(name, p.out))

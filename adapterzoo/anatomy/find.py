@@ -1,8 +1,8 @@
 """Discovery: stacks of blocks, other layers and parameters, and how the model uses each layer.
 
-A module may read the parameters of a layer, instead of calling it or besides. Mamba's block
-computes `self.dt_proj.weight @ x` and never calls `dt_proj`; CLIP's embeddings call their table of
-positions, or interpolate its weight. The source of the module's methods tells which. Embeddings
+A module may read a layer's parameters, instead of or besides calling the layer. Mamba's block
+computes `self.dt_proj.weight @ x` and never calls `dt_proj`; CLIP's embeddings call their position
+table, or interpolate its weight. The source of the module's methods shows which. Embeddings
 that do more than look up rows (BART's positions, Inkling's norm) and linear layers that do more
 than multiply (Llama 4's router) read their own weight.
 """
@@ -45,13 +45,13 @@ from .tree import HEAD, Branch, Tree, below, joined
 def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     """Return the sites for adapters in a model.
 
-    Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
-    that a model on the meta device has the same anatomy.
+    Pure discovery: neither the model nor its configuration is changed, and no weight is read, so a
+    model on the meta device has the same anatomy.
 
     Args:
         model: a backbone of real or meta tensors. Its `config`, if it has one, helps to read
             fused layers.
-        roles: paths of layers below a block to their roles, where names do not show them.
+        roles: paths of layers relative to a block → their roles, if names do not show them.
     """
     tree = Tree(model, roles)
     blocks: list[Block] = []
@@ -136,11 +136,11 @@ def tied_to(table: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def output_site(model: nn.Module, path: str) -> Site | None:
-    """Return the site of the layer onto the vocabulary in a head; None if it is no linear layer.
+    """Return the site of a head's layer onto the vocabulary; None if it is not a linear layer.
 
     Args:
-        model: the whole model, of real or meta tensors.
-        path: of the layer.
+        model: the whole model, with real or meta tensors.
+        path: the layer's path.
     """
     tree = Tree(model)
     shape = linear_shape(tree.modules[path])
@@ -155,7 +155,7 @@ _NO_BLOCK = "no block with attention"
 
 
 def _covered(site: Site) -> tuple[str, ...]:
-    """Return the paths that a site covers: its module, and the layer whose weight that reads."""
+    """Return the paths that a site covers: its module, and the layer whose weight it reads."""
     if site.parameter is None:
         return (site.path,)
     return site.path, f"{site.path}.{site.parameter.removesuffix('.weight')}"
@@ -164,7 +164,7 @@ def _covered(site: Site) -> tuple[str, ...]:
 def _stacks(tree: Tree) -> Iterator[str]:
     """Yield paths of the containers of blocks, in model order.
 
-    Containers of stages, which hold containers of blocks, are left out, and so are containers of
+    Containers of stages, which hold containers of blocks, are omitted, and so are containers of
     sub-layers such as the `layer` of a T5 block.
     """
 
@@ -214,7 +214,7 @@ def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
-    """Return a block whose paths start at the block with the model's paths and its number."""
+    """Return a block with relative paths, with the model's paths and its number."""
 
     def moved(site: Site) -> Site:
         return dataclasses.replace(site, path=joined(path, site.path), layer=layer)
@@ -238,17 +238,17 @@ def _planted(block: Block, path: str, layer: int) -> Block:
     )
 
 
-# convolutions; torch's recurrent layers, which compute with a list of their weights, taken once;
+# convolutions; torch's recurrent layers, which compute with a list of weights taken only once;
 # and parts from which a weight is computed
 _OPAQUE = _ConvNd, nn.RNNBase, ParametrizationList
 
 
 def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) -> tuple[Site, ...]:
-    """Return the matrices that modules compute with and no other site has, in model order.
+    """Return the matrices that modules compute with and that no other site has, in model order.
 
     Args:
-        tree: of the model.
-        blocks: its blocks.
+        tree: the model's tree.
+        blocks: the model's blocks.
         listed: paths of the layers with a weight matrix, and of fused experts.
     """
     found = []
@@ -270,7 +270,7 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
 def _convolutions(
     tree: Tree, blocks: Sequence[Block], uses: Mapping[str, object]
 ) -> Iterator[Site]:
-    """Yield the convolutions that only convolve, and whose weight nothing else reads, in order."""
+    """Yield, in order, the convolutions that only convolve and whose weight nothing else reads."""
     for path, module in tree.modules.items():
         weight = module._parameters.get("weight")
         if weight is None or is_lazy(weight) or path in uses or not weight.is_floating_point():
@@ -285,7 +285,7 @@ def _convolutions(
 
 
 def _special(module: _ConvNd) -> tuple[str, ...]:
-    """Return the arguments of a convolution that are not the usual ones, see `Site`."""
+    """Return a convolution's unusual arguments, see `Site`."""
     sizes = ("kernel_size", "stride", "padding")
     found = [name for name in sizes if len({*getattr(module, name)}) > 1]
     if any(d > 1 < k for d, k in zip(module.dilation, module.kernel_size, strict=True)):
@@ -341,7 +341,7 @@ def _declared(tree: Tree) -> Iterator[tuple[str, str]]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes features, the last dimension."""
+    """Return whether a module normalizes over features, the last dimension."""
     own = list(module.parameters(recurse=False))
     named = NORM_CLASS.search(type(module).__name__) is not None
     apart = isinstance(module, (nn.GroupNorm, _NormBase))
@@ -350,7 +350,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> Site:
     layer, stack = _place(path, blocks)
-    # a bias is as long as the output of its layer
+    # a bias is as long as its layer's output
     own = (module._parameters.get("bias"), *module.parameters(recurse=False))
     # a parameter without dimensions, such as CLIP's logit scale, has no width
     width = next(p.shape[-1] if p.dim() else 1 for p in own if p is not None)
@@ -358,20 +358,20 @@ def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> 
 
 
 def _place(path: str, blocks: Sequence[Block]) -> tuple[int, str]:
-    """Return the number of the block around a path, −1 outside of blocks, and its stack."""
+    """Return the number of the block around a path, −1 outside blocks, and its stack."""
     around = ((block.layer, block.stack) for block in blocks if below(path, block.path))
     return next(around, (-1, ""))
 
 
-# what a module asks about a parameter without computing with it
+# what a module reads from a parameter without computing with it
 _FACTS = frozenset(
     ("data", "device", "dim", "dtype", "element_size", "is_meta", "ndim", "numel", "requires_grad",
      "shape", "size")
 )  # fmt: skip
-# methods that hand a table on, or tie it, and compute nothing
+# methods that pass a table on, or tie it, and compute nothing
 _INPUT = "get_input_embeddings"
 _ASIDE = re.compile(r"__init__|_?tie_weights|_?(get|set|resize)_(input|output|token)_embeddings")
-# linear layers that return something else than a product
+# linear layers that return something other than a product
 _MORE = re.compile("Router|GroupedLinear")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -380,24 +380,24 @@ class Handed(NamedTuple):
     """An argument of another method of the module.
 
     Attributes:
-        method: its name.
-        parameter: the number of the argument, or its keyword.
+        method: name of the method.
+        parameter: number or keyword of the argument.
     """
 
     method: str
     parameter: int | str
 
 
-# an attribute of a layer that is computed with, None for the layer itself, which may be called, or
+# an attribute of a layer that is computed with; None for the layer itself, which may be called; or
 # the argument of a method that gets the layer
 _Access = str | None | Handed
 
 
 def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Return the layers that are read, or whose methods are called instead of them.
+    """Return the layers that are read, or whose methods are called in their place.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
 
     Returns:
         Path of a layer → names of the parameters that are read, and whether the layer is called.
@@ -429,10 +429,10 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
 
 
 def unused_of(tree: Tree, tables: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the embeddings that only hold the table of others, as T5's `shared` does.
+    """Yield the embeddings that only hold the table of others, such as T5's `shared`.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         tables: paths of embeddings that share one weight, for each such weight.
     """
     for path in (path for group in tables for path in group):
@@ -444,7 +444,7 @@ def unused_of(tree: Tree, tables: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def marked(site: Site, uses: Mapping[str, tuple[tuple[str, ...], bool]]) -> Site:
-    """Return the site of a layer with how it is used."""
+    """Return a layer's site with the uses of the layer."""
     if site.parameter is not None or site.path not in uses:
         return site
     read, is_called = uses[site.path]
@@ -454,8 +454,8 @@ def marked(site: Site, uses: Mapping[str, tuple[tuple[str, ...], bool]]) -> Site
 def _computes_more(layer: nn.Module) -> bool:
     """Return whether a layer does more than look up rows, times `embed_scale`, or multiply.
 
-    Other linear layers with a forward of their own (Falcon's, quantized ones) only multiply. A
-    convolution with one pads its input or changes its weight first.
+    Other linear layers with their own forward (Falcon's, quantized ones) only multiply. A
+    convolution with its own forward pads its input or changes its weight first.
     """
     cls = next((each for each in _classes(type(layer)) if "forward" in vars(each)), nn.Module)
     if isinstance(layer, nn.Embedding):
@@ -468,18 +468,18 @@ def _computes_more(layer: nn.Module) -> bool:
 
 
 def _touches(cls: type[Any], name: str) -> bool:
-    """Return whether the methods of a class use an attribute of the module, or of its children."""
+    """Return whether the methods of a class use an attribute of the module or of its children."""
     return any(name in access for access in _all_accesses(cls, name))
 
 
 @functools.cache
 def _used(cls: Any, child: str) -> frozenset[str | None]:
-    """Return what the methods of a class use of a child, or of the elements of a list."""
+    """Return the uses, in the methods of a class, of a child or of a list's elements."""
     return frozenset(access for name, access in _all_accesses(cls, child) if name == child)
 
 
 def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield what the methods of a class that have a name use."""
+    """Yield the uses in those methods of a class that have a name."""
     methods = {method.__name__: method for method in reversed([*_methods(cls)])}
     for method in _methods(cls):
         if name not in _names(method.__code__):
@@ -498,18 +498,18 @@ def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]
 
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names in the code of a function, and in that of functions in it."""
+    """Return the names in the code of a function and of the functions in it."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 def _classes(cls: type[Any]) -> list[type[Any]]:
-    """Return the classes that a module's class derives from, without those of adapters."""
+    """Return the base classes of a module's class, without those of adapters."""
     return [each for each in cls.__mro__ if not each.__module__.startswith("adapterzoo.")]
 
 
 def _methods(cls: type[Any]) -> Iterator[FunctionType]:
-    """Yield the methods of a class and of those below `nn.Module`, without overridden ones."""
+    """Yield the methods of a class and its bases below `nn.Module`, without overridden ones."""
     seen: set[str] = set()
     for each in _classes(cls):
         if each is nn.Module:
@@ -519,7 +519,7 @@ def _methods(cls: type[Any]) -> Iterator[FunctionType]:
             if method is None or name in seen or _ASIDE.fullmatch(name):
                 continue
             if isinstance(method, FunctionType) and method.__code__.co_argcount:
-                # a method that calls the one it overrides uses what that uses
+                # a method that calls the one it overrides has its uses too
                 if "super" not in method.__code__.co_names:
                     seen.add(name)
                 yield method
@@ -527,7 +527,7 @@ def _methods(cls: type[Any]) -> Iterator[FunctionType]:
 
 @functools.cache
 def _mentions(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
-    """Return each mention of a variable, or of an attribute `self.name`, with how it is used."""
+    """Return each mention of a variable, or of an attribute `self.name`, with its use."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):
@@ -555,7 +555,7 @@ def _is_own(node: ast.AST, me: str) -> TypeGuard[ast.Attribute]:
 
 
 def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[_Access]:
-    """Yield how one mention of a layer uses it, unless it only looks at it."""
+    """Yield how one mention of a layer uses it, unless it only inspects it."""
     while isinstance(outer := around[node], ast.Subscript) and outer.value is node:
         node = outer
     keyword = outer.arg if isinstance(outer, ast.keyword) else None
@@ -570,7 +570,7 @@ def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[
 
 
 def _computes(node: ast.expr, around: Mapping[ast.AST, ast.AST]) -> bool:
-    """Return whether a value is computed with, and not only looked at."""
+    """Return whether a value is computed with, not only inspected."""
     outer: Any = around[node]
     if isinstance(outer, ast.Attribute):
         return outer.attr not in _FACTS

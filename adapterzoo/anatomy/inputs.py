@@ -1,13 +1,13 @@
-"""What enters a model beside the layers' inputs: tokens, position numbers, and prefixes.
+"""Inputs of a model besides those of its layers: tokens, position numbers, and prefixes.
 
 Tokens join at the embedding table, at the module around it, or at the entry, the input of the first
-block. The blocks alone determine the entry, so that the structure of the embeddings does not
-matter, nor whether a caller passes `inputs_embeds`. A position table is called with the numbers of
+block. The blocks alone determine the entry, so neither the structure of the embeddings matters
+nor whether a caller passes `inputs_embeds`. A position table is called with the numbers of
 tokens, a rotary embedding with `position_ids`; a module that computes positions itself does not
 accept others.
 
 A prefix joins the keys and values of an attention module. In transformers 5 such a module looks up
-its function by a name in its config, so that we can replace the function. Other modules compute
+its function by a name in its config, so the function can be replaced. Other modules compute
 attention themselves; `INLINE` lists those whose operations can be followed. Linear attention has no
 keys that a prefix could join.
 """
@@ -27,7 +27,7 @@ from .sites import Block, Role, Site, TokenInput
 from .tree import Branch, Tree, below, joined, leaf, nearness, number, parent, unwrapped
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
-# rows that a table of positions may have beside those of tokens
+# rows that a position table may have in addition to those of tokens
 _EXTRA = 8
 
 
@@ -35,7 +35,7 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
     """Return where a model embeds its tokens, or its other inputs if it reads no tokens.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
     """
     found = [_input(tree, stack, blocks) for stack in _readers(tree, blocks)]
@@ -47,13 +47,13 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
         # a part of the model may read other tokens than the model
         alone = whole is None and len(reading) == 1 and not _closed(NO_TOKENS, tree)
         return reading[own[0]] if own else next(iter(reading.values())) if alone else None
-    # a module that is not of transformers may add its positions behind its embeddings
+    # a module outside transformers may add its positions after its embeddings
     says = "get_input_embeddings" in dir(tree.modules[""])
     return found[0] if len(found) == 1 and found[0].stack == "" and says else None
 
 
 def _readers(tree: Tree, blocks: Iterable[Block]) -> list[str]:
-    """Return the stacks without those of decoders that write what another stack makes them."""
+    """Return the stacks without those of decoders that another stack conditions."""
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     if not getattr(getattr(tree.modules[""], "config", None), "is_encoder_decoder", False):
         return stacks
@@ -62,14 +62,14 @@ def _readers(tree: Tree, blocks: Iterable[Block]) -> list[str]:
 
 
 def _closed(table: Mapping[str, str], tree: Tree) -> str:
-    """Return why a table of model types says that a model is closed; empty if it does not."""
+    """Return why a table of model types lists a model as closed; empty if it does not."""
     return next((table[t] for t in Branch(tree, "").model_types if t in table), "")
 
 
 def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
     """Return the site of tokens that join "inputs" or "embeddings"; None if there is none.
 
-    Its role is "embedding" for the former, and "other" for the latter.
+    Its role is "embedding" for the former and "other" for the latter.
     """
     if tokens is None:
         return None
@@ -81,7 +81,7 @@ def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
 
 
 def usual_joins(tokens: TokenInput | None) -> str:
-    """Return what tokens join by default: "embeddings" in a model without a table of tokens."""
+    """Return where tokens join by default: at "embeddings" in a model without a token table."""
     return "embeddings" if tokens is not None and tokens.table is None else "inputs"
 
 
@@ -136,7 +136,7 @@ def input_embeddings_of(model: object) -> nn.Module | None:
 
 
 def table_of(tree: Tree, owner: str = "") -> str | None:
-    """Return the path of a model's embedding of tokens; None if it is not a table, or unknown."""
+    """Return the path of a model's token embedding; None if it is not a table, or unknown."""
     own = input_embeddings_of(tree.modules[owner])
     paths = (path for path, module in Branch(tree, owner).modules if module is own)
     path = next(paths, None) if isinstance(own, nn.Embedding) else None
@@ -153,14 +153,14 @@ def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Bloc
     path = table
     if path is None:
         path = before[0] if before else None
-        # a table that the model does not call its own may embed anything, or nothing
+        # a table that the model does not declare as its own may embed anything, or nothing
         if path is not None and isinstance(tree.modules[path], nn.Embedding):
             return None
     while path is not None and parent(path) != owner:
         path = parent(path)
     if path not in before:
         return None
-    # modules between it and the blocks may project a token, but not add anything at its place
+    # modules between it and the blocks may project a token, but add nothing in its place
     between = [tree.modules[c] for c in before if c != path]
     return path if all(isinstance(m, nn.Dropout | nn.Linear) for m in between) else None
 
@@ -192,7 +192,7 @@ def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     In an encoder-decoder this is the encoder.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:
@@ -225,15 +225,15 @@ def _width_read(block: Block) -> int:
     return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
 
 
-# the table of attention functions, by its name in the code of a forward
+# the name of the table of attention functions in the code of a forward
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "qk_head_dim")
 _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_heads_per_partition")
 # state-space and linear attention, by class
 _LINEAR = re.compile(r"DeltaNet|DeltaAttention|Linear\w*Attention|LightningAttention|Rwkv|[mx]LSTM")
-# classes that repeat keys before the function gets them → the attribute with the number of times
+# classes that repeat keys before the function gets them → the attribute with the repetitions
 _REPEATED = {"JetMoeAttention": "top_k"}
-# classes that compute their scores themselves, in operations that `inject.attention` follows
+# classes that compute their scores themselves, with operations that `inject.attention` follows
 INLINE = frozenset(
     (
         "BarkSelfAttention", "BloomAttention",
@@ -258,7 +258,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
     """Return the attention modules in the blocks that can take a prefix, in model order.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:
@@ -273,7 +273,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
             whole = joined(block.path, path)
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
-            # a block of parallel lists holds other blocks' modules too, and Inkling 2 mixes the
+            # a block of parallel lists also holds other blocks' modules, and Inkling 2 mixes the
             # outputs of earlier blocks in an attention that projects nothing
             if not any(below(s.path, whole) for s in (*block.sites, *block.parts)):
                 continue
@@ -298,7 +298,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
 
 @functools.cache
 def is_inline(cls: Any) -> bool:
-    """Return whether an attention of the class computes its scores by itself."""
+    """Return whether an attention of the class computes its scores itself."""
     # base classes too: a module with adapters has a subclass of its class
     own = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
     return not any(inspect.isfunction(f) and _TABLE in f.__code__.co_names for f in own)
@@ -307,7 +307,7 @@ def is_inline(cls: Any) -> bool:
 def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site | str:
     """Return the attention site of a module, or why the shape of its keys and values is unknown."""
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
-    # a layer of its own before a part of a fused one
+    # its own layer comes before a part of a fused one
     keys = sorted((s for s in inside if s.role == "key"), key=lambda s: s.output_slice is not None)
     key = keys[0] if keys else None
     count = number(module, *_COUNTS)
@@ -346,9 +346,9 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site |
 
 
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
-# T5's attention modules, which only use distances
+# T5's attention modules, which use only distances
 RELATIVE_BIAS = "has_relative_attention_bias"
-# attention modules that add a bias linear in the position, which only changes distances
+# attention modules that add a bias linear in the position, which changes only distances
 ALIBI = frozenset(("BloomAttention",))
 _NUMBERS = "position_ids"
 _ROTARY = "Rotary"
@@ -360,7 +360,7 @@ def positions_of(
     """Return the modules that take position numbers.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         blocks: its blocks.
 
     Returns:
@@ -376,7 +376,7 @@ def positions_of(
         if module._modules or not (takes or leaf(path) in _TABLES):
             continue
         near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
-        # several may share it
+        # several modules may share it
         stack = near[0] if len(near) == 1 else None
         if takes and _ROTARY in type(module).__name__:
             # several stacks may share one, or each attention has its own

@@ -1,9 +1,9 @@
-"""Mixtures of experts: where it is known which row of the batch a token belongs to.
+"""Mixtures of experts: where the row of each token is still known.
 
-Experts get tokens in an order of their own. The module that is called with the tokens in the order
-of the batch is usually the one that holds the weights of all experts, and gets the routing of each
-token beside it: the experts of Mixtral and most others. Where the tokens are sorted before (Llama
-4, JetMoE), it is the block around, which takes nothing but its input.
+Experts get tokens in their own order. The module that is called with the tokens in batch order is
+usually the one that holds the weights of all experts and also gets the routing of each token: the
+experts of Mixtral and most others. If the tokens are sorted earlier (Llama 4, JetMoE), it is the
+surrounding block, which takes only its input.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NAME = "experts"
 
 
 def mixture_of(tree: Tree, site: Site) -> Mixture | None:
-    """Return where the rows of a routed site's tokens are known; None if they are not.
+    """Return where the rows of a routed site's tokens are known; None if nowhere.
 
     Args:
-        tree: of the model.
-        site: of experts, or of a parameter.
+        tree: the model's tree.
+        site: a site of experts or of a parameter.
     """
     steps = site.path.split(".")
     if _NAME in steps[:-1]:
@@ -38,7 +38,7 @@ def mixture_of(tree: Tree, site: Site) -> Mixture | None:
         return _around(tree, site.path)
     if site.parameter is None:
         return None
-    # a router computes with its parameters too
+    # a router also computes with its parameters
     around = parent(site.path)
     is_beside = any(_are_experts(tree.modules[path]) for path in _children(tree, around))
     is_mixture = is_beside or joined(around, _NAME) in tree.modules
@@ -48,14 +48,14 @@ def mixture_of(tree: Tree, site: Site) -> Mixture | None:
 
 
 def _at_or_around(tree: Tree, path: str) -> Mixture | None:
-    """Return the experts at a path if they get the routing of tokens, else the block around."""
+    """Return the experts at a path if they get the tokens' routing, else the surrounding block."""
     if len(_arguments(tree.modules[path])) > 1:
         return Mixture(path, parent(path))
     return _around(tree, path)
 
 
 def _around(tree: Tree, path: str) -> Mixture | None:
-    """Return the block around experts if it takes nothing but its input."""
+    """Return the block around experts if it takes only its input."""
     around = parent(path)
     is_block = bool(around) and len(_arguments(tree.modules[around])) == 1
     return Mixture(around, around) if is_block else None
@@ -73,7 +73,7 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
-    """Return the arguments of a module's own forward; none for a list of modules."""
+    """Return the arguments of a module's own forward; empty for a list of modules."""
     cls: Any = type(module)
     return _arguments_of(getattr(cls, "_plain", cls))
 

@@ -1,7 +1,7 @@
-"""The tables of anatomy: the usual names of layers and norms, and the architectures that differ.
+"""The tables of anatomy: usual names of layers and norms, and the architectures that differ.
 
-Names are read as paths below the block, e.g. `attention.self.query`. A pattern must match the
-end of the path; dimensions then confirm it. `ARCHITECTURES` has the architectures that differ,
+Names are read as paths relative to the block, e.g. `attention.self.query`. A pattern must match the
+end of the path; dimensions then confirm it. `ARCHITECTURES` lists the architectures that differ,
 `NO_ENTRY` and `NO_TOKENS` the models, by `config.model_type`, without a site at the first block or
 at the embeddings.
 """
@@ -17,7 +17,7 @@ from .sites import Role, SubLayerKind
 from .tree import tail
 
 NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
-# norms of channels, `[batch, d, *places]`, beside those whose `data_format` says so
+# norms over channels, `[batch, d, *places]`, besides those whose `data_format` says so
 CHANNEL_NORM_CLASS = re.compile(r"LayerNorm2d$|^(SqueezeBert|VitDet)LayerNorm$")
 NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGNORECASE)
 
@@ -95,7 +95,7 @@ FINAL_NORM = re.compile(
 )
 
 
-# layers that steer, gate, route or encode positions: they have no role, whatever their last name
+# layers that steer, gate, route or encode positions have no role, whatever their last name
 ASIDE = re.compile(
     r"(^|\.)(\w*indexer|compressor|forget_gate|router\w*|gateway|altup|laurel|ple_block|\w+_hc"
     r"|\w*rel\w*_pos\w*|relative\w*|continuous_position_bias_mlp|adapter_modules"
@@ -136,21 +136,21 @@ ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
 )  # fmt: skip
 
-# output projections of attention, sought only in modules with attention; the first match wins
+# output projections of attention, searched only in modules with attention; the first match wins
 ATTENTION_OUT: tuple[re.Pattern[str], ...] = (
     tail("o", "o_proj", "o_b_proj", "out_proj", "out_lin", "linear_out", "to_out", "attention_out",
           "Wo", "wo", "c_proj", "projection_layer", "output_proj", "final"),
     tail("output", r"\w*output\.dense", "projection", "dense", "proj", "post"),
 )  # fmt: skip
 
-# the projections of a mixer, a module with a convolution of each channel over time: state-space
+# the projections of a mixer, a module that convolves each channel over time: state-space
 # models, recurrences, gated convolutions
 MIXER: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("mixer_in", tail("in_proj", "linear_x", "linear_y", "linear_start", "pointwise_lin1")),
     ("mixer_out", tail("out_proj", "linear_out", "linear_end", "pointwise_lin2")),
 )
 
-# the feed-forward part, sought only outside of attention
+# the feed-forward part, searched only outside attention
 MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("mlp_gate", tail("gate_proj", "w1", "wi_0", r"w_in\.w_0", "proj_up_gate")),
     (
@@ -200,25 +200,25 @@ CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 class Row:
     """How one architecture differs from the patterns.
 
-    Keys of the mappings are regular expressions for whole paths below the block.
+    Keys of the mappings are regular expressions for whole paths relative to the block.
 
     Attributes:
         roles: layer → role.
-        absent: roles that a block may lack because it takes the values from elsewhere.
+        absent: roles that a block may lack because the values come from elsewhere.
         functional: layers whose weights the model reads without calling the layer.
         overwritten: layers whose output the model changes in place.
         experts: module with a 3-D `weight` that holds all experts → role.
         layouts: fused layer → name of a layout in `blocks._slices`.
         post_norm: whether ambiguous norms follow the addition, or the name of the config flag that
             says so, with `!` in front if the flag means the opposite.
-        norms: norm → its place and its sub-layer; None: it is not on the stream.
-        outs: output projection → path of another module whose output is added; empty if none is.
+        norms: norm → its place and sub-layer; None if it is not on the stream.
+        outs: output projection → path of the module whose output is added instead; empty for none.
         lists: names of parallel lists that hold the parts of the blocks, if a block is not a
             module.
         mixed: sub-layers whose source reads more than the stream; `note` says what it reads.
         apart: sub-layers whose output is not simply added to the stream; `note` says how.
-        states: what the output of a block is, if not one state for each token of each row.
-        languages: the module that ends in language adapters.
+        states: what a block's output is, if not one state for each token of each row.
+        languages: the module that ends with language adapters.
         outside: whether the class only looks like a block.
         note: why there are no stream sites, or an explanation of `mixed` and `apart`.
     """
@@ -306,7 +306,7 @@ _SHARED: tuple[tuple[Row, tuple[str, ...]], ...] = (
         "SamTwoWayAttentionBlock",
     )),
 )  # fmt: skip
-# by the class of the block, or by `model_type` of the nearest configuration
+# keyed by the block's class, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
     **{name: row for row, names in _SHARED for name in names},
     "axk2": Row(

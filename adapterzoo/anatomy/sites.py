@@ -1,4 +1,4 @@
-"""The anatomy of a model: its sites, sub-layers and blocks, and where it takes its tokens in."""
+"""The anatomy of a model: its sites, sub-layers and blocks, and where its tokens enter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class TokenInput:
 
     Attributes:
         stack: path of the model whose forward takes the tokens.
-        table: path of the embedding of tokens; None if the model reads none.
-        table_width: its features.
-        embeddings: path of the module that adds positions, norms and the like; None if no module
+        table: path of the token embedding; None if the model reads no tokens.
+        table_width: number of its features.
+        embeddings: path of the module that adds positions, norms and so on; None if no module
             returns the result.
-        width: output features of that module.
-        embeds_positions: whether that module takes the positions of tokens.
+        width: number of output features of that module.
+        embeds_positions: whether that module takes token positions.
         positions: number of learned positions; None if positions are not learned.
         is_encoder: whether another stack attends to this one.
-        looks_ahead: whether no attention hides later tokens from earlier ones.
+        looks_ahead: whether earlier tokens can attend to later ones everywhere.
         closed: why tokens cannot join the output of the embeddings; empty if they can.
     """
 
@@ -79,9 +79,9 @@ class OutputSlice:
 
     Attributes:
         groups: number of equal groups, at least 1.
-        width: features of one group; `groups * width` is the layer's `d_out`.
-        start: first feature taken of each group.
-        stop: one past the last feature taken of each group.
+        width: number of features of one group; `groups * width` is the layer's `d_out`.
+        start: first feature taken from each group.
+        stop: one past the last feature taken from each group.
     """
 
     groups: int
@@ -97,12 +97,12 @@ class OutputSlice:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The module of a mixture of experts that still has the tokens in the order of the batch.
+    """The module of a mixture of experts that still has the tokens in batch order.
 
     Attributes:
-        path: of the module, which holds the experts or a router.
-        around: path of the module whose first input is `[rows, tokens, …]`: the one at `path`, or
-            the one around it.
+        path: path of the module that holds the experts or a router.
+        around: path of the module whose first input is `[rows, tokens, …]`: `path`, or the module
+            around it.
     """
 
     path: str
@@ -126,29 +126,29 @@ class Site:
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
-        output_slice: the part of a fused layer, None for a whole layer.
+        output_slice: the part of a fused layer; None for a whole layer.
         parameter: name of a fused parameter on the module at `path`, for layers that keep
             their weight there: experts `[experts, d_out, d_in]`, or an attention's input
             projection `[3 d, d]`.
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
-        is_placed: stream sites only: whether a config declares the site; `also`, `norm`, `factor`,
-            `is_swapped` and `is_language` belong to such a one.
+        is_placed: stream sites only: whether a config declares the site; only then `also`, `norm`,
+            `factor`, `is_swapped` and `is_language` are set.
         also: path of a module whose first input is added to that of `source`.
         norm: path of a norm that the adapter applies.
         factor: path of a parameter by which the model multiplies the output.
-        is_swapped: whether output and stream are taken for each other.
-        is_language: whether it is the place of the block's language adapters.
+        is_swapped: whether output and stream are swapped.
+        is_language: whether this is the place of the block's language adapters.
         overwritten: whether the model writes into the layer's output in place.
-        experts: how many weights the parameter holds, 0 for one without an experts dimension.
-        says_transposed: whether the module itself says that its parameters are transposed.
+        experts: number of weights in the parameter; 0 without an experts dimension.
+        says_transposed: whether the module states that its parameters are transposed.
         heads: attention sites only: number of heads of keys and values.
-        head_widths: attention sites only: features of a key and of a value in one head.
-        read: names of the layer's parameters that the model reads outside of calls of the layer.
-        is_called: whether the model calls the layer, and it is a function of its first input.
+        head_widths: attention sites only: widths of a key and a value in one head.
+        read: names of the layer's parameters that the model reads outside the layer's calls.
+        is_called: whether the model calls the layer, as a function of its first input.
         kernel: convolutions only: the sizes of the kernel; `d_in` is a multiple of their product.
-        groups: convolutions only: parts of the channels that do not mix.
+        groups: convolutions only: number of parts of the channels that do not mix.
         special: convolutions only: "dilation" and "padding_mode" if they are not torch's defaults,
             and "kernel_size", "stride" and "padding" if they differ between the dimensions.
         mixture: routed sites only: where the rows of its tokens are known; None if they are not.
@@ -201,28 +201,28 @@ class Site:
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether it is of an `nn.MultiheadAttention`, which the module's name selects."""
+        """Whether it belongs to an `nn.MultiheadAttention`, which the module's name selects."""
         return self.parameter in ("in_proj_weight", "out_proj.weight")
 
     @property
     def channels(self) -> int:
-        """The features of an input; those of a convolution are its channels, in all groups."""
+        """The number of input features; of a convolution, its channels in all groups."""
         return self.d_in * self.groups // math.prod(self.kernel)
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The leading dimensions of a weight, which are the number of experts, if any."""
+        """The leading dimensions of a weight, the number of experts if any."""
         return (self.experts,) if self.experts else ()
 
     @property
     def is_routed(self) -> bool:
-        """Whether the layer belongs to experts or is a parameter, so that it gets no batch."""
+        """Whether the layer belongs to experts or is a parameter, so it gets no batch."""
         return self.parameter is not None or "experts" in self.path.split(".")
 
 
 @dataclass(frozen=True, slots=True)
 class SubLayer:
-    """Attention, mixer or feed-forward part of a block, and where it meets the residual stream.
+    """Attention, mixer or feed-forward part of a block, and where it joins the residual stream.
 
     With `inp` the first input of `source` and `h` the output of `out`, the stream becomes
     `inp + h`, or `inp + c h` if the architecture scales the branch by a constant.
@@ -248,7 +248,7 @@ class Block:
 
     Attributes:
         path: dotted path of the block.
-        layer: its number over all stacks, in model order (an encoder before its decoder).
+        layer: number over all stacks, in model order (an encoder before its decoder).
         stack: path of the container that holds it.
         d_model: width of the residual stream.
         sites: every layer of the block with a weight matrix, whole, each with its role.
@@ -256,11 +256,11 @@ class Block:
         sublayers: attention or mixer, cross-attention and feed-forward parts, in the block's
             order.
         post_norm: whether norms follow the residual additions (post-LN).
-        absent: roles that the block lacks because it takes the values from elsewhere, such as
-            keys and values that several blocks share.
+        absent: roles that the block lacks because the values come from elsewhere, such as keys
+            and values that several blocks share.
         mixed: sub-layers whose source reads more than the stream.
         apart: sub-layers whose output is not simply added to the stream.
-        states: what its output is, if not one state for each token of each row.
+        states: what the block's output is, if not one state for each token of each row.
         note: explains `mixed` and `apart`, or missing stream sites; empty for almost all models.
         languages: path of the module whose method `lang_adapter` applies the adapters of the rows'
             languages to the stream (X-MOD); empty for almost all models.
@@ -283,7 +283,7 @@ class Block:
 
     @property
     def output(self) -> str | None:
-        """Path of the module that returns the block's output; None if there is none.
+        """Path of the module that returns the block's output; None without one.
 
         XLM keeps the layers of all blocks in parallel lists; a norm comes last in each block.
         """
@@ -294,10 +294,10 @@ class Block:
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
         """Return the block's sites of a role: whole layers, and parts of fused ones.
 
-        A fused layer that has a part of the role is not among them itself.
+        A fused layer with a part of the role is not included itself.
 
         Args:
-            role: of the sites.
+            role: role of the sites.
             cross: only (True) or without (False) cross-attention; None: both.
         """
         parts = [site for site in self.parts if site.role == role]
@@ -318,10 +318,10 @@ class Block:
         return any(self.named(member, crossing) for member in family)
 
     def instead(self) -> tuple[Site, ...]:
-        """Return the projections of what the block has in place of attention.
+        """Return the projections of the block's substitute for attention.
 
-        They are those into and out of its mixer or, without one, of its feed-forward part. Of
-        routed experts none is among them if every token has an expert beside them.
+        These lead into and out of its mixer or, without one, its feed-forward part. Routed experts
+        are excluded if every token also goes to a shared expert.
         """
         if any(self.has(role) for role in ATTENTION_ROLES):
             return ()
@@ -338,26 +338,26 @@ class Anatomy:
 
     Attributes:
         blocks: the transformer blocks, stack after stack in model order.
-        outside: embeddings and linear layers outside of blocks.
-        reason: why there are no blocks; empty when there are.
+        outside: embeddings and linear layers outside the blocks.
+        reason: why there are no blocks; empty if there are.
         attentions: the attention modules that accept additional keys and values.
-        unreachable: why the attention of some block does not; empty if all do.
+        unreachable: why some block's attention does not; empty if all do.
         entry: the site at the input of the first block after the embeddings; `d_in` and `d_out` are
-            the width there. None if there is none.
-        no_entry: why there is none.
+            the width there. None without one.
+        no_entry: why there is no entry.
         positions: the modules that take position numbers.
         unmovable: stacks whose positions cannot be changed → the reason.
         rotary: stacks whose positions rotate queries and keys, so that only distances count.
         tokens: where tokens are embedded; None if that is unknown.
-        others: modules with parameters of their own and without a weight matrix, such as norms.
+        others: modules with their own parameters but without a weight matrix, such as norms.
         parameters: the matrices among these parameters, such as the weight of a router.
         convolutions: the convolutions that the model only calls.
         biases: layers whose output is a sum with their bias.
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
-        own_table: path of the model's own table of tokens; None if it has none.
-        fused: paths of torch's encoders and their layers, which may call none of what they hold.
-        output: the layer onto the vocabulary, where it is one of a head, beside the base model.
+        own_table: path of the model's own token table; None without one.
+        fused: paths of torch's encoders and their layers, which may call none of their modules.
+        output: the layer onto the vocabulary, if it belongs to a head outside the base model.
         tied: paths of the linear layers that share the weight of the model's own table.
     """
 
@@ -396,11 +396,11 @@ class Anatomy:
 
     @property
     def named(self) -> tuple[Site, ...]:
-        """Convolutions and the output layer, which names select and no role."""
+        """Convolutions and the output layer, which are selected by name, not by role."""
         return self.convolutions if self.output is None else (*self.convolutions, self.output)
 
     def sharing(self, table: str) -> tuple[str, ...]:
-        """Return the paths of the embeddings with the weight of the one at a path, itself too."""
+        """Return the paths of all embeddings with the weight of the one at a path."""
         return next((group for group in self.shared_tables if table in group), (table,))
 
     def linears(self) -> tuple[Site, ...]:
@@ -420,7 +420,7 @@ class Anatomy:
         These are whole layers if the role has its own layer, else parts of a fused layer.
 
         Args:
-            roles: what to adapt.
+            roles: the roles to adapt.
             cross: only (True) or without (False) cross-attention; None: both. Does not affect
                 feed-forward roles.
             layers: numbers of blocks; None: all.
@@ -439,7 +439,7 @@ class Anatomy:
         blocks = [b for b in self.blocks if wanted is None or b.layer in wanted]
         chosen: list[Site] = []
         for block in blocks:
-            # a repeated role gets its sites once
+            # a repeated role gets its sites only once
             for role in dict.fromkeys(roles):
                 filtered = cross if role in ATTENTION_ROLES else None
                 found = block.named(role, filtered)
@@ -472,13 +472,13 @@ class Anatomy:
 
 
 def part_names(sites: Sequence[Site]) -> list[str]:
-    """Return the names of the adapters of several sites at one layer, which checkpoints use too.
+    """Return names for the adapters of several sites at one layer, also used in checkpoints.
 
     Args:
-        sites: of one layer, in order.
+        sites: sites of one layer, in order.
 
     Returns:
-        The role of each, followed by its number if another has the same role.
+        The role of each, with a number if another has the same role.
     """
     roles = [str(site.role) for site in sites]
     return [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]

@@ -1,4 +1,4 @@
-"""A model's modules by path, walked once, and the comparison of paths."""
+"""A model's modules by path, walked once, and comparison of paths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .sites import Role
 
 
 def tail(*names: str) -> re.Pattern[str]:
-    """Return a pattern for paths that end in one of the names, each a regular expression."""
-    # some models wrap each linear in a module of its own: `q_proj.linear`
+    """Return a pattern for paths that end with one of the names, each a regular expression."""
+    # some models wrap each linear layer in its own module: `q_proj.linear`
     return re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.linear)?$")
 
 
@@ -33,7 +33,7 @@ def leaf(path: str) -> str:
 
 
 def joined(owner: str, path: str) -> str:
-    """Return the path below the root of a path below an owner; either may be empty."""
+    """Return the path of an owner's descendant from their paths; either may be empty."""
     return f"{owner}.{path}" if owner and path else owner or path
 
 
@@ -49,15 +49,15 @@ def common(one: str, other: str) -> str:
 
 
 HEAD = ".."
-"""Starts the path of a layer of a head, which lies beside the base model and not below it."""
+"""The start of the path of a head's layer, which is outside the base model."""
 
 
 def in_whole(path: str, prefix: str) -> str:
     """Return the path in the whole model.
 
     Args:
-        path: below the base model, or that of a layer of a head.
-        prefix: what precedes the paths of the base model, such as "model.".
+        path: a path below the base model, or of a head's layer.
+        prefix: the prefix of the base model's paths, such as "model.".
     """
     return path.removeprefix(HEAD) if path.startswith(HEAD) else f"{prefix}{path}"
 
@@ -68,7 +68,7 @@ def shown(path: str) -> str:
 
 
 def nearness(one: str, other: str) -> int:
-    """Return how many names two paths share at the start."""
+    """Return the number of leading names that two paths share."""
     shared = common(one, other)
     return shared.count(".") + 1 if shared else 0
 
@@ -79,7 +79,7 @@ WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", _FSDP1))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of torch, which have no step in paths.
+    """Return the module inside torch's wrappers, which have no step in paths.
 
     Raises:
         StateError: FSDP1 has wrapped it, and holds pieces of its parameters.
@@ -95,7 +95,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(path: str) -> str:
-    """Return a path without the steps of wrappers of torch."""
+    """Return a path without the steps of torch's wrappers."""
     return ".".join(step for step in path.split(".") if step not in WRAPPED)
 
 
@@ -103,7 +103,7 @@ class Tree:
     """All modules of a model, each once.
 
     Attributes:
-        given: paths of layers below a block to the roles that a user gives them.
+        given: paths of layers relative to a block → the roles that a user gives them.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Role] | None = None) -> None:
@@ -151,7 +151,7 @@ def _plain(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, 
 
 
 class Branch:
-    """A module of a tree and all modules below it, by paths that start at that module."""
+    """A module of a tree and all modules below it, by paths relative to that module."""
 
     def __init__(self, tree: Tree, path: str, only: tuple[str, ...] = ()) -> None:
         self.tree = tree
@@ -188,8 +188,8 @@ class Branch:
         """Return a setting from a layer's owners or, if they have none, from the nearest config.
 
         Args:
-            path: the layer, below this branch; its owners come first because a configuration may
-                differ from layer to layer.
+            path: the layer, relative to this branch; its owners come first because a configuration
+                may differ from layer to layer.
             names: possible names of the setting.
 
         Returns:
@@ -201,7 +201,7 @@ class Branch:
             owners.append(self.by_path[path])
         owners.append(self.tree.modules[self.path])
         values = [getattr(owner, name, None) for owner in owners for name in names]
-        # `vars`, because a configuration with values per layer refuses `getattr`
+        # `vars`, because a configuration with per-layer values refuses `getattr`
         values += [vars(config).get(name) for config in self.configs for name in names]
         return next((value for value in values if isinstance(value, int)), 0)
 

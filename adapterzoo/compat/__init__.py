@@ -1,7 +1,7 @@
-"""The peers' words: their names, arguments and config objects over models of this library.
+"""The peers' names, arguments and config objects for models of this library.
 
-`AdapterModelMixin` gets the peers' methods here; `adapterzoo.model` imports this module, so that a
-model has them however the package is imported.
+`AdapterModelMixin` gets the peers' methods here; `adapterzoo.model` imports this module, so a model
+has them however the package is imported.
 """
 
 from __future__ import annotations

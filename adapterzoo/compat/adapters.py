@@ -1,4 +1,4 @@
-"""Methods and properties of `adapters`: other names of what a model here has."""
+"""Methods and properties of `adapters`: other names for the features of a model here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adapterzoo.model.state import AdapterState, modules_of
 
 
 class _InvertibleAdapters(AdapterDict):
-    """The invertible functions of a model; they go with their adapters."""
+    """The invertible functions of a model; they are deleted with their adapters."""
 
     def __delitem__(self, key: str) -> None:
         """Refuse: the layers would keep the function."""
@@ -48,18 +48,18 @@ class AdaptersMethods:
 
     @property
     def adapter_interface(self) -> AdapterModelInterface | None:
-        """The interface that `init` got, None without one."""
+        """The interface given to `init`; None without one."""
         return self._adapter_state.interface
 
     @property
     def model_name(self) -> str | None:
-        """Where the base model was loaded from."""
+        """The folder or name from which the base model was loaded."""
         name: str | None = self.config.name_or_path
         return name
 
     @property
     def support_lora_delta_w_svd(self) -> bool:
-        """True, as `average_adapter` has the strategy in every model."""
+        """True, because `average_adapter` has the strategy in every model."""
         return True
 
     @property
@@ -68,13 +68,13 @@ class AdaptersMethods:
         return self.supports_adapter(AdapterMethod.prompt_tuning)
 
     def supports_adapter(self, type_or_config: str | AdapterConfig) -> bool:
-        """Return whether `add_adapter` takes a config: places, sizes, the model's interface.
+        """Return whether `add_adapter` accepts a config: sites, sizes, the model's interface.
 
         Args:
             type_or_config: a config, a config string, or one of the kinds of `AdapterMethod`.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the argument is none of these.
         """
         is_kind = isinstance(type_or_config, str)
         found = AdapterMethod.examples.get(type_or_config) if is_kind else None
@@ -92,10 +92,10 @@ class AdaptersMethods:
         return found
 
     def get_invertible_adapter(self) -> nn.Module | None:
-        """Return the invertible function of the first active adapter, None without one.
+        """Return the invertible function of the first active adapter; None without one.
 
         Each forward calls this module, `function(x)` at the embeddings and `function(x, rev=True)`,
-        its inverse, in a language modeling head, so that hooks on it run.
+        its inverse, in a language modeling head, so hooks on it run.
         """
         setup = self.active_adapters
         name = None if setup is None else setup.first()
@@ -118,10 +118,10 @@ class AdaptersMethods:
         return None if labels is None else list(labels.values())
 
     def freeze_embeddings(self, freeze: bool = True) -> None:
-        """Freeze the table of tokens, or make it trainable.
+        """Freeze the token table, or make it trainable.
 
         Args:
-            freeze: False: its parameters get a gradient.
+            freeze: False: its parameters get gradients.
         """
         self.get_input_embeddings().requires_grad_(not freeze)
 
@@ -134,9 +134,9 @@ class AdaptersMethods:
         """Move or cast fusion layers.
 
         Args:
-            adapter_names: which fusion.
-            device: None: where each layer is.
-            dtype: None: what each layer has.
+            adapter_names: the fusion.
+            device: None: unchanged.
+            dtype: None: unchanged.
 
         Raises:
             UnknownNameError: the fusion is unknown.
@@ -156,11 +156,11 @@ class AdaptersMethods:
         """Save each fusion to the sub-folder of its name.
 
         Args:
-            save_directory: the folder of these; made when missing.
+            save_directory: the folder of these; created if missing.
             meta_dict: as in `save_adapter_fusion`.
-            custom_weights_loaders: the same.
-            use_safetensors: the same.
-            format: the same.
+            custom_weights_loaders: as in `save_adapter_fusion`.
+            use_safetensors: as in `save_adapter_fusion`.
+            format: as in `save_adapter_fusion`.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express a fusion.
@@ -185,6 +185,6 @@ def _at_entry(model: Any, name: str) -> InvertibleAdapter | None:
     """Return the adapter's invertible function at the input of the first block, if it has one."""
     entry = model.anatomy.entry
     found = None if entry is None else dict(modules_of(model, name)).get(entry.path)
-    # in a union there may be another adapter beside it
+    # in a union there may be another adapter there
     parts = () if found is None else found.modules()
     return next((part for part in parts if isinstance(part, InvertibleAdapter)), None)

@@ -2,7 +2,7 @@
 
 Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 
-A composition names adapters. It is data: immutable, compared by value, checked when it is made. A
+A composition names adapters. It is data: immutable, compared by value, checked when created. A
 child is the name of an adapter or another composition; where the batch or the sequence is divided,
 it may also be None, the base model. Any composition can contain any other, except those in
 `REFUSED`.
@@ -43,7 +43,7 @@ EXAMPLES: Mapping[str, str] = {
     "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
     "MultiTask": "MultiTask('a', Stack('b', 'c'))",
 }
-"""A legal call of each, shown in errors."""
+"""A valid call of each, shown in errors."""
 
 REFUSED: Mapping[str, tuple[frozenset[str], str]] = {
     "Fuse": (
@@ -51,17 +51,17 @@ REFUSED: Mapping[str, tuple[frozenset[str], str]] = {
         "attends to the outputs of single adapters",
     ),
     "Parallel": (frozenset(("Parallel",)), "repeats the batch once for each child"),
-    "BatchSplit": (frozenset(("MultiTask", "Parallel")), "gives numbers of rows to its children"),
+    "BatchSplit": (frozenset(("MultiTask", "Parallel")), "fixes the rows of each child"),
     "MultiTask": (
         frozenset(("BatchSplit", "MultiTask", "Parallel")),
-        "assigns each row by itself",
+        "assigns the rows itself",
     ),
 }
 """The nodes that each cannot contain, at any depth, and the reason."""
 
 
 class Names(tuple[str, ...]):
-    """Names of adapters in order; it equals a set of the same names, as in `adapters`."""
+    """Names of adapters in order; equal to a set of the same names, as in `adapters`."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class Node:
         """Compose the children.
 
         Raises:
-            CompositionError: no child, or one that is not legal here.
+            CompositionError: no child, or one that is not allowed here.
         """
         object.__setattr__(self, "children", children)
         self._check_children()
@@ -104,7 +104,7 @@ class Node:
         return iter(self.children)
 
     def __len__(self) -> int:
-        """Return how many children there are."""
+        """Return the number of children."""
         return len(self.children)
 
     def __getitem__(self, number: int) -> Child:
@@ -118,19 +118,19 @@ class Node:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The keyword arguments that, with the children, make the same composition."""
+        """The keyword arguments that create the same composition, together with the children."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "children"}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def nodes(self) -> Iterator[Node]:
-        """Yield the composition itself and all those inside, from the outside in."""
+        """Yield the composition itself and all compositions inside it, outermost first."""
         yield self
         for child in self.children:
             if isinstance(child, Node):
                 yield from child.nodes()
 
     def flatten(self) -> Names:
-        """Return all the names in it, each once, in order."""
+        """Return all names in the composition, each once, in order."""
         names: dict[str, None] = {}
         for child in self.children:
             for name in child.flatten() if isinstance(child, Node) else (child,):
@@ -140,7 +140,7 @@ class Node:
 
     @property
     def parallel_channels(self) -> int:
-        """How many copies of the batch `Parallel` makes; 1 without one."""
+        """The number of copies of the batch that `Parallel` makes; 1 without it."""
         return max(len(node) if isinstance(node, Parallel) else 1 for node in self.nodes())
 
     def first(self) -> str | None:
@@ -156,7 +156,7 @@ class Node:
     def with_children(self, children: Sequence[Child]) -> Node | None:
         """Return the same composition with other children, equal in number; None if all are None.
 
-        None, the base model, has no place where neither the batch nor the sequence is divided.
+        None, the base model, is allowed only where the batch or the sequence is divided.
         """
         options = dict(self.options)
         kept = [number for number, child in enumerate(children) if child is not None]
@@ -192,11 +192,11 @@ class Stack(Node):
         """Stack the adapters.
 
         Args:
-            children: names of adapters, each once, and compositions; a stack among them is
-                part of this one.
+            children: names of adapters, each once, and compositions; a nested stack becomes part of
+                this one.
 
         Raises:
-            CompositionError: no child, a name twice, or a child that is neither.
+            CompositionError: no child, a name twice, or a child that is neither of these.
         """
         inside = [c.children if isinstance(c, Stack) else (c,) for c in children]
         children = tuple(child for part in inside for child in part)
@@ -214,7 +214,7 @@ class Fuse(Node):
     Pfeiffer et al. 2020, arXiv:2005.00247.
 
     Attributes:
-        fusion: the name of the fusion layers; None if it consists of the children's names.
+        fusion: the name of the fusion layers; None if they are the children's names.
     """
 
     fusion: str | None
@@ -224,7 +224,7 @@ class Fuse(Node):
 
         Args:
             children: names of adapters, or stacks of them.
-            name: of the fusion layers; None: the names of the children, joined by commas.
+            name: name of the fusion layers; None: the names of the children, joined by commas.
 
         Raises:
             CompositionError: no child, or one that cannot be fused.
@@ -239,7 +239,7 @@ class Fuse(Node):
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """The adapters whose outputs the fusion weighs, which are the last of each child."""
+        """The adapters whose outputs the fusion weighs, the last of each child."""
         return tuple(str(c.last() if isinstance(c, Node) else c) for c in self.children)
 
     def _check_children(self) -> None:
@@ -263,7 +263,7 @@ class Split(Node):
     """Each adapter on its part of the sequence: `Split("a", "b", splits=[32, 96])`.
 
     Attributes:
-        splits: how many tokens each child gets.
+        splits: number of tokens of each child.
     """
 
     splits: tuple[int, ...]
@@ -275,10 +275,10 @@ class Split(Node):
 
         Args:
             children: names of adapters and compositions; None: the base model.
-            splits: tokens of each child; one number applies to all.
+            splits: number of tokens of each child, or one number for all.
 
         Raises:
-            CompositionError: no child, one that is not legal here, or lengths that do not fit.
+            CompositionError: no child, one that is not allowed here, or lengths that do not fit.
         """
         super().__init__(*children)
         object.__setattr__(self, "splits", _sizes(self, "splits", splits))
@@ -289,7 +289,7 @@ class BatchSplit(Node):
     """Each adapter on its rows of the batch: `BatchSplit("a", "b", batch_sizes=[2, 6])`.
 
     Attributes:
-        batch_sizes: how many rows each child gets.
+        batch_sizes: number of rows of each child.
     """
 
     batch_sizes: tuple[int, ...]
@@ -301,10 +301,10 @@ class BatchSplit(Node):
 
         Args:
             children: names of adapters and compositions; None: the base model.
-            batch_sizes: rows of each child; one number applies to all.
+            batch_sizes: number of rows of each child, or one number for all.
 
         Raises:
-            CompositionError: no child, one that is not legal here, or sizes that do not fit.
+            CompositionError: no child, one that is not allowed here, or sizes that do not fit.
         """
         super().__init__(*children)
         object.__setattr__(self, "batch_sizes", _sizes(self, "batch_sizes", batch_sizes))
@@ -317,9 +317,9 @@ class Parallel(Node):
 
 
 class MultiTask(Node):
-    """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
+    """Each adapter on the rows of its task: `MultiTask("a", "b")`.
 
-    `model(…, task_ids=[0, 1, 1, 0])` says the task of each row, by the number or the name of a
+    `model(…, task_ids=[0, 1, 1, 0])` gives the task of each row, by the number or the name of a
     child.
     """
 
@@ -327,7 +327,7 @@ class MultiTask(Node):
 
     @property
     def tasks(self) -> tuple[str | None, ...]:
-        """The name of each task, that of the adapter that acts last in each child."""
+        """The name of each task, that of the last adapter in each child."""
         return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
 
 
@@ -336,7 +336,7 @@ class Average(Node):
     """The weighted average of the adapters' outputs: `Average("a", "b")`.
 
     Attributes:
-        weights: one for each child; their sum is 1 unless `normalize_weights` was False.
+        weights: a weight for each child; their sum is 1 unless `normalize_weights` was False.
     """
 
     weights: tuple[float, ...]
@@ -351,12 +351,12 @@ class Average(Node):
 
         Args:
             children: names of adapters and compositions.
-            weights: one for each child; None: equal weights.
+            weights: a weight for each child; None: equal weights.
             normalize_weights: whether to divide them by their sum. If not, the adapters' changes
                 are added with these weights.
 
         Raises:
-            CompositionError: no child, one that is not legal here, or weights that do not fit.
+            CompositionError: no child, one that is not allowed here, or weights that do not fit.
         """
         super().__init__(*children)
         object.__setattr__(self, "weights", _weights(self, weights, normalize_weights))
@@ -410,8 +410,8 @@ def parse(setup: object) -> Node | None:
         setup: a name, a list of names (a stack), a composition, or None for no adapter.
 
     Raises:
-        CompositionError: a composition in it is not legal.
-        SetupError: it is none of these.
+        CompositionError: a composition in it is invalid.
+        SetupError: the argument is none of these.
     """
     if setup is None or isinstance(setup, Node):
         return setup
@@ -426,10 +426,10 @@ def parse(setup: object) -> Node | None:
 
 
 def validate_composition(adapter_composition: object) -> None:
-    """Check what a user may pass as a set of active adapters; compositions check themselves.
+    """Check a user's argument for the active adapters; compositions check themselves.
 
     Raises:
-        CompositionError: it is none.
+        CompositionError: the argument is not valid.
     """
     parse(adapter_composition)
 
@@ -458,9 +458,9 @@ def last_adapter(setup: Child) -> str | None:
 def without(
     setup: Node | None, removed: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:
-    """Return the composition without some of its adapters; None if nothing is left.
+    """Return a composition without some of its adapters; None if nothing is left.
 
-    If the batch or the sequence is divided, the base model takes the part of a removed adapter. An
+    If the batch or the sequence is divided, the base model takes the place of a removed adapter. An
     average whose weights sum to 1 is normalized again; any other average keeps the remaining
     weights. A fusion is kept whole or removed.
 
@@ -492,7 +492,7 @@ def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -
 
 
 def to_json(setup: Node | None) -> Any:
-    """Return the composition as JSON values: a stack of names as a list, others as objects."""
+    """Return the composition as JSON values: a stack of names as a list, any other as an object."""
     if setup is None:
         return []
     if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
@@ -502,10 +502,10 @@ def to_json(setup: Node | None) -> Any:
 
 
 def from_json(values: Any) -> Node | None:
-    """Return the composition that `to_json` wrote.
+    """Return the composition from the result of `to_json`.
 
     Raises:
-        CompositionError: it is not a composition.
+        CompositionError: the values are not a composition.
     """
     if not isinstance(values, Mapping):
         return parse(values)
@@ -521,7 +521,7 @@ def from_json(values: Any) -> Node | None:
 
 
 def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
-    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
+    """Refuse a setup that applies a merged adapter, which acts on all inputs, to part of them.
 
     Raises:
         StateError: the setup uses a merged adapter on part of its input.

@@ -1,9 +1,9 @@
-"""What a site evaluates in a forward, compiled from a composition.
+"""The steps that sites evaluate in a forward, compiled from a composition.
 
 A composition is pruned to the adapters that are present at the site, which get numbers. The usual
 step is a chain, a tuple of these numbers; averages, fusions and splits of the sequence in it are
 trees of chains. A step that divides the batch has a chain for each kind of rows. The layer that an
-adapter gets includes the adapters before it, and may be restricted to a part of the batch.
+adapter gets includes the earlier adapters, and may be restricted to a part of the batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _inner_property(name: str) -> Any:
 
 
 class LayerView(BaseLayer):
-    """Base of the views, which pass on everything of the inner layer that they do not change."""
+    """Base of the views, which forward to the inner layer whatever they do not change."""
 
     __slots__ = ("_inner",)
 
     def __init__(self, inner: BaseLayer) -> None:
-        """Wrap a layer, with the adapters before."""
+        """Wrap a layer, with the earlier adapters."""
         self._inner = inner
 
     weight = _inner_property("weight")
@@ -78,11 +78,11 @@ class Nested(LayerView):
     is_original = False
 
     def __init__(self, adapter: Callable[[Tensor, BaseLayer], Tensor], inner: BaseLayer) -> None:
-        """Put the adapter around the layer.
+        """Wrap the layer in the adapter.
 
         Args:
             adapter: an adapter, or another function of an input and its base.
-            inner: the layer, with the adapters before.
+            inner: the layer, with the earlier adapters.
         """
         self._adapter = adapter
         self._inner = inner
@@ -95,12 +95,12 @@ class Nested(LayerView):
 
 @dataclass(slots=True)
 class SharedOutputs:
-    """One call of a layer; its outputs are computed once for all parts of the input.
+    """One call of a layer; its output is computed once for all parts of the input.
 
     Attributes:
-        base: the layer, with the adapters before.
+        base: the layer, with the earlier adapters.
         x: its input.
-        order: sorts the rows of an input or output, so that each part is contiguous.
+        order: a function that sorts rows so that each part is contiguous.
     """
 
     base: BaseLayer
@@ -143,20 +143,20 @@ class PartialLayer(LayerView):
     def __init__(
         self, whole: SharedOutputs, x: Tensor, take: Callable[[Tensor], Tensor], key: object
     ) -> None:
-        """Take a part.
+        """Take a part of a call.
 
         Args:
-            whole: the call of the layer.
-            x: the part of its input.
-            take: returns the part of a tensor that is sorted like `whole`.
-            key: identifies the part within the call.
+            whole: the layer's call.
+            x: this part of its input.
+            take: a function that returns this part of a tensor sorted like `whole`.
+            key: a value that identifies the part within the call.
         """
         super().__init__(whole.base)
         self._whole = whole
         self._take = take
         self._key = key
         self.x = x
-        # taken once, so that outputs which are one object of the layer are one of the part
+        # taken once, so that outputs that are the same object in the layer are so in the part
         self._output: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class PartialLayer(LayerView):
         """Return the untouched output for the part."""
         if x is not self.x:
             return self._inner.original(x)
-        # read before `output`, which it may set
+        # read before `output`, which may set it
         original = self._whole.original
         return self(x) if original is self._whole.output else self._take(original)
 
@@ -188,7 +188,7 @@ class PartialLayer(LayerView):
 
 
 class PackedLayer(LayerView):
-    """A layer that gets packed requests `[1, tokens, …]`, for adapters whose rows are tokens.
+    """A layer with packed requests `[1, tokens, …]`, for adapters whose rows are tokens.
 
     Attributes:
         x: its input, `[tokens, 1, …]`.
@@ -197,7 +197,7 @@ class PackedLayer(LayerView):
     __slots__ = ("_output", "_packed", "x")
 
     def __init__(self, inner: BaseLayer, packed: Tensor) -> None:
-        """Turn the input.
+        """Make tokens the rows of the input.
 
         Args:
             inner: the layer.
@@ -206,7 +206,7 @@ class PackedLayer(LayerView):
         super().__init__(inner)
         self._packed = packed
         self.x = packed.transpose(0, 1)
-        # the last output and its turned one: one object of the layer is one of the view
+        # the last output and its transpose: the same object in the layer is the same in the view
         self._output: tuple[Tensor, Tensor] | None = None
 
     def _turned(self, y: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class PackedLayer(LayerView):
 
 
 class IdentityBase(LayerView):
-    """A layer that returns its input, which shows how an adapter changes that input."""
+    """A layer that returns its input; it shows how an adapter changes the input."""
 
     __slots__ = ()
 
@@ -247,7 +247,7 @@ class IdentityBase(LayerView):
 
 
 _CALLED_ALONE = (
-    "rows of a batch: a layer was called alone, so it is unknown which rows it got. "
+    "rows of a batch: a layer was called alone, so its rows are unknown. "
     "Call the model itself, or activate one adapter for all rows."
 )
 
@@ -262,7 +262,7 @@ Adapters: TypeAlias = Sequence[Any]
 """The adapters and fusion layers of a site, by number."""
 
 Rows: TypeAlias = RowMap | None
-"""The rows of the batch, where the step divides it."""
+"""The rows of the batch, if the step divides it."""
 
 
 def evaluate(
@@ -271,11 +271,11 @@ def evaluate(
     """Return the output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
 
     Args:
-        step: of the site.
-        adapters: at the site.
+        step: the site's step.
+        adapters: the adapters at the site.
         x: the input.
         base: the layer.
-        rows: of the batch, if the step divides it.
+        rows: the batch's rows, if the step divides it.
     """
     if not isinstance(step, tuple):
         return step.run(adapters, x, base, rows)
@@ -291,9 +291,9 @@ def fold(step: Step, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tens
     """Return the weight under a step, for a module that computes with its parameters.
 
     Args:
-        step: of the site.
+        step: the site's step.
         w: the weight.
-        change: returns the weight with one adapter, from its number and the weight so far.
+        change: a function that applies one adapter, given its number and the weight so far.
 
     Raises:
         CompositionError: the step divides the batch or the sequence, which a weight cannot express.
@@ -314,17 +314,17 @@ def fold(step: Step, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tens
 
 @dataclass(frozen=True)
 class Tokens:
-    """Each step on its part of the sequence."""
+    """A step for each part of the sequence."""
 
     steps: tuple[Chain | None, ...]
     sizes: tuple[int, ...]
     acts_on: str
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`.
+        """Return the concatenated outputs. `x` is `[batch, tokens, d_in]` or `[batch, tokens]`.
 
         Raises:
-            CompositionError: the input has another number of tokens than the parts.
+            CompositionError: the number of tokens is not that of all parts.
         """
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
             raise CompositionError(
@@ -341,15 +341,15 @@ class Tokens:
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
     def renumbered(self, numbers: Sequence[int]) -> Tokens:
-        """Return the same over adapters with other numbers."""
+        """Return the same step with other adapter numbers."""
         return replace(self, steps=tuple(_renumbered(step, numbers) for step in self.steps))
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The base plus the weighted sum of the changes that the steps make.
+    """The base output plus the weighted sum of the steps' changes.
 
-    If all steps change the layer's input, the inputs are averaged, so that a norm after them
+    If all steps change the layer's input, the inputs are averaged, so a norm after them
     normalizes the average.
     """
 
@@ -375,17 +375,17 @@ class Mean:
         return total
 
     def renumbered(self, numbers: Sequence[int]) -> Mean:
-        """Return the same over adapters with other numbers."""
+        """Return the same step with other adapter numbers."""
         return replace(self, steps=tuple(_renumbered(step, numbers) for step in self.steps))
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fusion over the outputs of chains; it replaces the update of the last adapter.
+    """A fusion of the outputs of chains, which replaces the update of the last adapter.
 
     Attributes:
-        chains: of the children.
-        last_adapters: the one that acts last in each chain; the fusion attends to its update.
+        chains: chains of the children.
+        last_adapters: the last adapter in each chain; the fusion attends to its update.
         fusion: the fusion layer.
     """
 
@@ -407,7 +407,7 @@ class Fused:
         return cast("Tensor", adapters[self.last_adapters[-1]](x, base, update))
 
     def renumbered(self, numbers: Sequence[int]) -> Fused:
-        """Return the same over adapters and fusions with other numbers."""
+        """Return the same step with other adapter and fusion numbers."""
         return replace(
             self,
             chains=tuple(cast("Chain", _renumbered(chain, numbers)) for chain in self.chains),
@@ -437,7 +437,7 @@ class Fused:
 
 
 def _renumbered(step: Chain | None, numbers: Sequence[int]) -> Chain | None:
-    """Return a step over adapters with other numbers, given for each number."""
+    """Return a step with other adapter numbers, given by number."""
     if step is None:
         return None
     return tuple(p.renumbered(numbers) if not isinstance(p, int) else numbers[p] for p in step)
@@ -445,11 +445,11 @@ def _renumbered(step: Chain | None, numbers: Sequence[int]) -> Chain | None:
 
 @dataclass(frozen=True)
 class BatchedAdapters:
-    """One adapter for each part of the batch, of one class, in one call.
+    """One adapter of the same class for each part of the batch, in one call.
 
     Attributes:
         distinct: the distinct adapters.
-        of_parts: the place among these of each part's adapter; None if it has none.
+        of_parts: the index in `distinct` of each part's adapter; None without one.
     """
 
     distinct: tuple[int, ...]
@@ -459,7 +459,7 @@ class BatchedAdapters:
         """Return the output of all rows."""
         distinct, of_parts = self.distinct, self.of_parts
         if not torch.is_grad_enabled() and len(layout.runs) < len(of_parts):
-            # factors of adapters without rows are not read; in training they get a gradient of zero
+            # adapters without rows are not read; in training they get a gradient of zero
             own = {of_parts[part] for part, _, _ in layout.runs}
             there = [number for number in range(len(distinct)) if number in own]
             places = {number: place for place, number in enumerate(there)}
@@ -479,9 +479,9 @@ def on_rows(adapters: Sequence[Any], groups: RowGroups, x: Tensor, base: BaseLay
     """Apply several adapters at one layer, each to its rows of a batch.
 
     Args:
-        adapters: that `can_batch` has let through.
-        groups: which of them applies to each row, if any.
-        x: `[rows, *tokens, d_in]`, or numbers of tokens.
+        adapters: adapters that `can_batch` has accepted.
+        groups: the adapter of each row, if any.
+        x: `[rows, *tokens, d_in]`, or token ids.
         base: the layer, with the earlier adapters.
     """
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
@@ -496,13 +496,13 @@ def on_rows(adapters: Sequence[Any], groups: RowGroups, x: Tensor, base: BaseLay
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Each step on its rows of the batch.
+    """A step for each part of the batch's rows.
 
     Attributes:
-        steps: one for each part of the rows; None for the base layer.
-        layers: the same as layers that each apply their adapters in one call, innermost first;
+        steps: a step for each part of the rows; None for the base layer.
+        layers: the steps as layers that each apply their adapters in one call, innermost first;
             None if that is impossible.
-        at_outputs: whether the layer is an output layer, which may get some of the tokens only.
+        at_outputs: whether the layer is an output layer, which may get only some of the tokens.
     """
 
     steps: tuple[Chain | None, ...]
@@ -510,7 +510,7 @@ class RowSteps:
     at_outputs: bool = False
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
-        """Return the output of all rows. `x` `[rows, …]`.
+        """Return the output of all rows; `x` is `[rows, …]`.
 
         Raises:
             CompositionError: the layer was called alone.
@@ -539,12 +539,12 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class Slots:
-    """For each row an adapter from the slots of a shelf, or none.
+    """An adapter from the slots of a shelf for each row, or none.
 
-    The adapters of the site are functions of the groups of the rows, an input and its base.
+    The site's adapters are functions of the row groups, an input and its base.
 
     Attributes:
-        shelves: the number of the shelf of each, innermost first.
+        shelves: the shelf number of each adapter, innermost first.
         at_outputs: see `RowSteps`.
     """
 
@@ -552,7 +552,7 @@ class Slots:
     at_outputs: bool = False
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
-        """Return the output of all rows. `x` `[rows, …]`.
+        """Return the output of all rows; `x` is `[rows, …]`.
 
         Raises:
             BatchError: the number of rows does not fit.
@@ -576,8 +576,8 @@ def is_packed(x: Tensor, rows: RowMap) -> bool:
     """Return whether a layer's input is one sequence of packed requests, not a row for each token.
 
     Args:
-        x: features, or numbers of tokens.
-        rows: of the batch.
+        x: features, or token ids.
+        rows: the batch's rows.
     """
     if not (isinstance(rows, PackedRows) or (isinstance(rows, SlotRows) and rows.is_packed)):
         return False
@@ -585,9 +585,9 @@ def is_packed(x: Tensor, rows: RowMap) -> bool:
 
 
 def no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
-    """Return a tensor `[0, …]` whose gradient reaches all parameters that are trained at a site.
+    """Return a tensor `[0, …]` whose gradient reaches all parameters that train at a site.
 
-    Joined to the rows of a batch, it gives a gradient of zeros to an adapter without rows, which
+    Joined to the rows of a batch, it gives an adapter without rows a gradient of zeros, which
     DistributedDataParallel would wait for.
     """
     modules = [module for adapter in adapters for module in adapter.modules()]
@@ -601,15 +601,15 @@ def no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
 def parts_of_call(
     layout: RowLayout, rows: RowMap, x: Tensor, base: BaseLayer
 ) -> list[tuple[int, PartialLayer]]:
-    """Return the number of each part of the batch, with the layer as the part sees it.
+    """Return each part of the batch: its number, and the layer as the part sees it.
 
     Args:
-        layout: of the layer's input.
-        rows: of the batch.
+        layout: layout of the layer's input.
+        rows: the batch's rows.
         x: the input, `[rows, …]`.
         base: the layer.
     """
-    # the residual may come in sequences where x comes in tokens
+    # the residual may be in sequences when x is in tokens
     whole = SharedOutputs(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
     ordered = layout.arranged(x)
     views = []
@@ -624,13 +624,13 @@ def _on_part(step: Chain | None, adapters: Adapters, view: PartialLayer) -> Tens
 
 
 def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
-    """Return the rows of a part from a sorted tensor with equally many rows for each row of x.
+    """Return the rows of a part from a sorted tensor with a fixed number of rows per row of x.
 
     Args:
         t: `[rows, …]`, or a multiple of the rows.
-        start: first row of the part.
-        size: its rows.
-        of: rows of the batch.
+        start: the part's first row.
+        size: the part's number of rows.
+        of: number of rows of the batch.
     """
     count = t.shape[0]
     return t.narrow(0, start * count // of, size * count // of)  # [size · count / of, …]
@@ -638,7 +638,7 @@ def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copy of a layer that runs, for each part of the batch.
+    """The copy of a layer that runs for each part of the batch.
 
     Attributes:
         owners: the number of the copy for each part; None for the layer itself.
@@ -657,11 +657,11 @@ class Copies:
         """Return the layer's output, computed by the copies.
 
         Args:
-            copies: by number.
+            copies: the copies, by number.
             layer: the layer's own forward.
-            args: of the layer.
-            kwargs: of the layer.
-            rows: of the batch; None if all rows take the same copy.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+            rows: the batch's rows; None if all rows take the same copy.
 
         Raises:
             CompositionError: the rows that the layer got cannot be identified.
@@ -723,11 +723,11 @@ def inverse_of(
     Adapters without an inverse are skipped.
 
     Args:
-        step: of the entry; None if no adapter acts there.
-        adapters: at the entry.
+        step: step of the entry; None if no adapter acts there.
+        adapters: the adapters at the entry.
         y: `[rows, tokens, d_model]`.
-        base: provides the modules that the adapters share.
-        rows: of the batch, if the step divides it.
+        base: the layer that provides modules shared by the adapters.
+        rows: the batch's rows, if the step divides it.
 
     Raises:
         CompositionError: the step has no inverse.
@@ -758,18 +758,18 @@ def inverse_of(
 def prefix_of(
     step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None
 ) -> Prefix:
-    """Return the prefix of an attention site under its step; those of a stack are concatenated.
+    """Return an attention site's prefix under its step; the prefixes of a stack are joined.
 
     Args:
-        step: of the site.
-        adapters: at the site.
+        step: the site's step.
+        adapters: the adapters at the site.
         x: the input of the queries, `[rows, tokens, d_model]`.
         base: the attention.
-        rows: of the batch, where the step divides it.
+        rows: the batch's rows, where the step divides it.
 
     Raises:
-        CompositionError: the step divides the sequence, averages or fuses, or another adapter acts
-            in it.
+        CompositionError: the step divides the sequence, averages or fuses, or contains an adapter
+            that is not a prefix.
     """
     if isinstance(step, tuple):
         found = [adapters[part] for part in step if isinstance(part, int)]
@@ -789,7 +789,7 @@ def prefix_of(
         sizes.append(view.x.shape[0])
     there = [part for part in parts if part is not None]
     if not there:
-        # the rows of the prefixes are not in this batch
+        # this batch has no rows for the prefixes
         own = next(own for own in step.steps if own is not None)
         there = [prefix_of(own, adapters, x, base)]
     keys, values, mask = _padded(parts, sizes, there[0])
@@ -828,7 +828,7 @@ def _padded(
     for part, size in zip(parts, sizes, strict=True):
         own = part or empty
         missing = longest - own.keys.shape[2]
-        # pad at the start, so that the positions which a relative bias counts do not change
+        # pad at the start, so that the positions counted by a relative bias do not change
         keys.append(pad(own.keys.expand(size, -1, -1, -1), (0, 0, missing, 0)))
         values.append(pad(own.values.expand(size, -1, -1, -1), (0, 0, missing, 0)))
         mask = one.keys.new_ones(size, longest - missing, dtype=torch.bool)
@@ -838,17 +838,17 @@ def _padded(
 
 @dataclass(frozen=True, slots=True)
 class SiteStep:
-    """What a site evaluates: a step over numbered adapters.
+    """A site's evaluation: a step over numbered adapters.
 
-    `torch.compile` compiles a forward for the names that it reads: compiled code reads the numbers,
-    and runs for all compositions of equal structure.
+    `torch.compile` specializes a forward on the names that it reads: compiled code reads only the
+    numbers, and runs for all compositions of the same structure.
 
     Attributes:
-        step: over the numbers of adapters.
-        names: of the adapters, by number.
-        adapters: by number; None if they are looked up at the layer in each call, as for a copy of
-            the layer, which has its own.
-        only: the adapter, if the site evaluates nothing else; None for other sites.
+        step: the step over the adapters' numbers.
+        names: names of the adapters, by number.
+        adapters: adapters by number; None if they are looked up at the layer in each call, as for a
+            copy of the layer, which has its own.
+        only: the adapter, if it is all that the site evaluates; else None.
     """
 
     step: Step
@@ -861,7 +861,7 @@ class SiteStep:
         return SiteStep(self.step, self.names)
 
     def of_part(self, part: int) -> SiteStep | None:
-        """Return what the site evaluates for rows of one part alone; None if that is nothing."""
+        """Return the site for the rows of one part; None if nothing acts there."""
         step: Step | None = self.step
         if isinstance(step, RowSteps):
             step = step.steps[part]
@@ -872,7 +872,7 @@ class SiteStep:
 
 
 def step_of_copies(owners: Sequence[str | None]) -> SiteStep:
-    """Return the step of a layer of a static head, from the owner of the copy of each part."""
+    """Return the step of a static head's layer, from the owner of each part's copy."""
     names = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
     numbers = tuple(None if owner is None else names.index(owner) for owner in owners)
     return SiteStep(Copies(numbers), names)
@@ -884,9 +884,9 @@ def compile_site(
     """Return the step of a site; None if no adapter of the composition is present there.
 
     Args:
-        parts: the compositions, each for all rows that take it.
+        parts: the distinct compositions of the rows.
         present: the adapters and fusion layers at the site, by name.
-        unfused: the fusions without layers at the site, where the first of their adapters acts.
+        unfused: the fusions without layers at the site; the first of their adapters acts instead.
     """
     site = _Site(present, unfused)
     steps = [site.compiled(part) for part in parts]
@@ -901,14 +901,14 @@ def compile_site(
 
 
 def join_sites(sites: Sequence[SiteStep | None], at_outputs: bool = False) -> SiteStep:
-    """Return the step of a site for rows that take the steps of several plans.
+    """Return the step of a site for rows with different plans.
 
     Args:
-        sites: the step in each plan, with its adapters; None where no adapter acts. One has some.
+        sites: the step in each plan, with its adapters; None where no adapter acts; not all None.
         at_outputs: see `RowSteps`.
 
     Raises:
-        CompositionError: a plan runs a copy of the layer, which another adapts.
+        CompositionError: one plan runs a copy of a layer that another plan adapts.
     """
     numbers: dict[int, int] = {}
     names, adapters = list[str](), list[Any]()
@@ -935,8 +935,8 @@ def join_sites(sites: Sequence[SiteStep | None], at_outputs: bool = False) -> Si
     if copies:
         if any(isinstance(step, tuple) for step in steps):
             raise CompositionError(
-                "an adapter has its own copy of an output layer, which that of another request "
-                "adapts. Run them one after the other."
+                "an adapter has its own copy of an output layer that the adapter of another "
+                "request changes. Run them one after the other."
             )
         owners = (step.owners[0] if isinstance(step, Copies) else None for step in steps)
         return SiteStep(Copies(tuple(owners)), tuple(names), held)
@@ -953,11 +953,11 @@ def join_sites(sites: Sequence[SiteStep | None], at_outputs: bool = False) -> Si
 def _layers(
     steps: Sequence[Chain | None], adapter: Callable[[int], Any]
 ) -> tuple[BatchedAdapters, ...] | None:
-    """Return chains for different rows as layers that apply their adapters in one call each.
+    """Return different rows' chains as layers, each of which applies its adapters in one call.
 
     Args:
-        steps: one for each part of the rows.
-        adapter: returns the adapter of a number.
+        steps: a chain for each part of the rows.
+        adapter: a function that returns an adapter by its number.
     """
     chains = [[part for part in step or () if isinstance(part, int)] for step in steps]
     if any(len(chain) < len(step or ()) for chain, step in zip(chains, steps, strict=True)):
@@ -999,7 +999,7 @@ class _Site:
         self._refuse_other_base(setup)
         acting = [step for step in steps if step is not None and not self._is_base(step)]
         if not acting:
-            # adapters of a base model without its language adapters, which do nothing else here
+            # adapters of a base model without its language adapters do nothing else here
             return next(step for step in steps if step is not None)
         if isinstance(setup, Fuse) and setup.name in self._unfused:
             return steps[0]
@@ -1012,7 +1012,7 @@ class _Site:
         if isinstance(setup, Average):
             return (Mean(tuple(steps), setup.weights, self._acts_on_all(steps)),)
         parts = [part for step in acting for part in step]
-        # the first adapter of a stack acts first: of those that change the input, the outermost
+        # the first adapter of a stack acts first; if adapters change the input, it is the outermost
         outer = [part for part in parts if self._acts_on(part) == "input"]
         inner = [part for part in parts if self._acts_on(part) != "input"]
         return (*inner, *reversed(outer))
@@ -1052,7 +1052,7 @@ class _Site:
             last = child.last() if isinstance(child, Node) else child
             if step is None or last not in [self.names[cast("int", part)] for part in step]:
                 raise CompositionError(
-                    f"{setup!r}: {child!r} has no adapter at a site where others have one. "
+                    f"{setup!r}: {child!r} lacks an adapter at a site where others have one. "
                     f"Fuse adapters with the same sites."
                 )
             chains.append(step)

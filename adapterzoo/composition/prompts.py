@@ -1,7 +1,7 @@
 """Tokens that adapters add to the sequences of a call: their number and place in each row.
 
-Each row gets the tokens of its adapters before its first real token, or after it. Rows with fewer
-tokens than others get filler, which is masked like padding.
+Each row gets the tokens of its adapters before or after its first real token. Rows with fewer
+added tokens than others get filler, which is masked like padding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Added(NamedTuple):
 
     Attributes:
         key: `shared_key` of the adapter.
-        length: how many.
-        after_first: whether they follow the first real token; otherwise they precede it.
+        length: number of tokens.
+        after_first: whether they follow the first real token; if not, they precede it.
     """
 
     key: SharedKey
@@ -38,10 +38,10 @@ class Prompts:
     """The tokens that a plan adds.
 
     Attributes:
-        parts: the tokens that the rows of each part of the composition get, in order.
+        parts: for each part of the composition, the tokens that its rows get, in order.
         joins: where they join.
-        tokens: where the model takes its tokens in.
-        filler: a token without special meaning to the model, as a placeholder.
+        tokens: where the model takes its tokens.
+        filler: the placeholder: a token without special meaning to the model.
         places: arguments of the whole model that are indices of tokens, such as "start_positions".
     """
 
@@ -69,7 +69,7 @@ def prompts_of(
 
     Args:
         parts: compositions that do not divide rows.
-        adapters: name → its adapters that add tokens.
+        adapters: adapters that add tokens, by name.
     """
 
     def added(part: Child) -> Iterator[Added]:
@@ -86,25 +86,25 @@ class Joined:
 
     Attributes:
         prompts: the tokens that the plan adds.
-        adds: whether this call gets the tokens, rather than an earlier one.
+        adds: whether this call, rather than an earlier one, gets the tokens.
         count: the largest number of tokens that a row gets.
-        length: tokens of a row, including those that are added and those in the cache.
-        is_laid_out: whether the places are known.
+        length: number of tokens of a row, including those that are added and those in the cache.
+        is_laid_out: whether the places of the tokens are known.
     """
 
     def __init__(self, prompts: Prompts, index: Sequence[int] | None, adds: bool = True) -> None:
-        """Describe the call; `lay_out` follows where the tokens are known.
+        """Describe the call; `lay_out` follows once the tokens are known.
 
         Args:
             prompts: the tokens that the plan adds.
             index: the part of each row; None if there is one part.
-            adds: whether this call gets the tokens, rather than an earlier one.
+            adds: whether this call, rather than an earlier one, gets the tokens.
         """
         self.prompts, self.adds = prompts, adds
         self.count = max(map(prompts.length, set(index or (0,))))
         self.is_laid_out = False
         self._index = index
-        # the input of the layer that the tokens join, which identifies the call of the layer
+        # the input of the layer that the tokens join; it identifies the layer's call
         self._x: Tensor | None = None
 
     def lay_out(
@@ -118,10 +118,10 @@ class Joined:
         """Find the place of each token.
 
         Args:
-            rows: of the batch.
-            tokens: of a row, including those in the cache.
+            rows: the batch's rows.
+            tokens: number of tokens of a row, including those in the cache.
             mask: `[rows, tokens]`, 0 at padding; None: all are real.
-            device: of the input.
+            device: device of the input.
             filler_first: whether filler comes first, so that the last token stays the last.
         """
         prompts, parts = self.prompts, range(len(self.prompts.parts))
@@ -153,7 +153,7 @@ class Joined:
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows get equally many tokens."""
+        """Whether all rows get the same number of tokens."""
         return isinstance(self._missing, int)
 
     def extended(self, t: Tensor, fill: float) -> Tensor:
@@ -189,8 +189,8 @@ class Joined:
         """Return the positions of all tokens.
 
         Args:
-            given: of the model's own, `[…, rows or 1, tokens]`.
-            shifted: whether added tokens have positions of their own; if not, theirs are 0.
+            given: the model's own mask, `[…, rows or 1, tokens]`.
+            shifted: whether added tokens have their own positions; if not, theirs are 0.
 
         Returns:
             `[…, rows, length]`.
@@ -215,7 +215,7 @@ class Joined:
     def places_of(self, numbers: Tensor) -> Tensor:
         """Return the new indices `[rows, …]` of the model's own tokens from their old ones.
 
-        Indices outside of the sequence stay outside.
+        Indices outside the sequence stay outside.
         """
         tokens = self._places.shape[1]
         flat = numbers.reshape(numbers.shape[0], -1)  # [rows, numbers]
@@ -224,26 +224,26 @@ class Joined:
         return torch.where(flat < 0, flat, at).reshape(numbers.shape)  # [rows, …]
 
     def _known(self, key: object) -> SharedKey | None:
-        """Return the key as the plan has it; None if the plan has no such tokens."""
+        """Return the plan's own object for a key; None if the plan has no such tokens."""
         keys = [added.key for part in self.prompts.parts for added in part]
-        # one object for all, but in a copy of the model
+        # the same object everywhere, except in a copy of the model
         found = next((each for each in keys if each is key), None)
         return found or next((each for each in keys if each == key), None)
 
     def at(self, key: object, x: Tensor) -> Tensor | None:
-        """Return the places `[rows, length]` of the tokens of an adapter.
+        """Return the places `[rows, length]` of an adapter's tokens.
 
         The places are meaningless in rows without the adapter.
 
         Args:
-            key: of the adapter.
+            key: the adapter's key.
             x: the input of the layer that they join.
 
         Returns:
             None if the layer has already been called with another input.
         """
         rows, is_module = self._places.shape[0], self.prompts.joins == "embeddings"
-        # whether the input holds the rows' tokens; unchecked at an embedding module
+        # whether the input holds the rows' tokens; not checked at an embedding module
         if self._x is None and (
             is_module or (x.dim() > 1 and x.shape[0] == rows and x.shape[1] >= self.length)
         ):
@@ -269,7 +269,7 @@ class Joined:
         return at.expand(rows, found.length)  # [rows, length]
 
     def entered(self, embeds: Tensor, key: SharedKey, prompt: Tensor) -> Tensor:
-        """Return embeddings `[rows, length, d]` with the tokens of an adapter in their places."""
+        """Return embeddings `[rows, length, d]` with an adapter's tokens in their places."""
         at = self.at(key, embeds if self._x is None else self._x)
         if at is None:
             return embeds

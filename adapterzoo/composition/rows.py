@@ -1,8 +1,8 @@
-"""Which row of a batch takes which composition.
+"""The composition of each row of a batch.
 
 `BatchSplit`, `Parallel`, `MultiTask` and `adapter_names` all assign a composition to each row.
-`rows_of` finds the composition of each, wherever in the tree the batch is divided; it no longer
-divides rows. The tasks of the rows of a `MultiTask` are arguments of the call.
+`rows_of` finds it wherever in the tree the batch is divided; the result no longer divides rows. The
+tasks of the rows of a `MultiTask` are arguments of the call.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
 
     Returns:
         One composition per row; how often the batch must be repeated first; and whether it must
-        then have exactly these rows. If not, as in `Parallel`, each stands for an equal part of it.
+        then have exactly these rows. If not, as in `Parallel`, each is an equal part of it.
 
     Raises:
-        CompositionError: the composition divides the batch in two ways that do not fit.
+        CompositionError: the composition divides the batch in two ways that do not match.
     """
     count, exact = _need(setup)
     repeats = setup.parallel_channels if isinstance(setup, Node) else 1
@@ -44,7 +44,7 @@ def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
 
 
 def _need(node: Child) -> tuple[int, bool]:
-    """Return how many rows the composition distinguishes, and whether the batch has just these."""
+    """Return the number of rows that the composition tells apart, and whether it is the batch's."""
     if not isinstance(node, Node) or not has_rows(node):
         return 1, False
     if isinstance(node, BatchSplit):
@@ -52,7 +52,7 @@ def _need(node: Child) -> tuple[int, bool]:
             count, fixed = _need(child)
             if size % count or (fixed and size != count):
                 raise CompositionError(
-                    f"{node!r}: {child!r} gets {size} rows and divides {count}. "
+                    f"{node!r}: {child!r} gets {size} rows but divides {count}. "
                     f"Write batch_sizes with {count} for it."
                 )
         return sum(node.batch_sizes), True
@@ -84,7 +84,7 @@ def _divided(node: Child, count: int) -> list[Child]:
 
 
 def _at_task(node: Child, task: int) -> Child:
-    """Return the composition that a row of a task sees, which may divide the batch otherwise."""
+    """Return the composition for a row of a task, which may divide the batch in another way."""
     if isinstance(node, MultiTask):
         return node.children[task]
     if not isinstance(node, Node):
@@ -97,7 +97,7 @@ class RowLayout:
     """The rows of a batch, sorted by the part of the composition that they take.
 
     Attributes:
-        segments: (part, number of rows) of each run of rows of one part, in the order of the batch.
+        segments: (part, number of rows) of each run of rows of one part, in batch order.
         runs: (part, first row, number of rows) in the sorted batch.
         size: the number of rows.
         is_sorted: whether the batch is sorted.
@@ -115,7 +115,7 @@ class RowLayout:
         """Return the layout of a batch.
 
         Args:
-            segments: the part that rows take, and how many of them follow each other.
+            segments: the part and the length of each run of rows.
         """
         sizes: dict[int, int] = {}
         for part, size in segments:
@@ -142,8 +142,8 @@ class RowLayout:
         return t if self.is_sorted else t.index_select(0, self._orders(t.device)[1])
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the row at each place of the sorted batch, and the place of each row."""
-        # kept as long as the layout, which lives for one forward
+        """Return the row at each position of the sorted batch, and the position of each row."""
+        # cached as long as the layout, which lives for one forward
         if device not in self._tensors:
             # torch.compile cannot trace `list[int]()`
             there: list[int] = []
@@ -164,7 +164,7 @@ class RowLayout:
         return self._tensors[device]
 
     def groups(self, numbers: Sequence[int | None]) -> Groups:
-        """Return the groups of rows for a kernel.
+        """Return the row groups for a kernel.
 
         Args:
             numbers: the number of each part's adapter; None for the base layer.
@@ -177,40 +177,40 @@ class RowLayout:
 
 
 class RowTasks(NamedTuple):
-    """The tasks that rows of a batch can have.
+    """The tasks that a batch's rows can have.
 
     Attributes:
-        names: what the tasks are called; None for the base model, and a task whose composition
-            has no name.
-        parts: for each task, the part of each row of the composition.
+        names: names of the tasks; None for the base model, and for a task whose composition has no
+            name.
+        parts: for each task, the part for each row of the composition.
     """
 
     names: tuple[tuple[str | None, ...], ...]
     parts: tuple[tuple[int, ...], ...]
 
     def number(self, name: object) -> int | None:
-        """Return the number of the task of a name; None: there is none."""
+        """Return the number of a task by name; None if there is none."""
         return next((own.index(name) for own in self.names if name in own), None)
 
 
 @dataclass(slots=True)
 class RowMap:
-    """Which rows of a batch take which part of a composition.
+    """The part of a composition for each row of a batch.
 
     Attributes:
         index: the part of each row.
-        repeats: how often the model must still repeat the batch; 1 once it has.
-        exact: whether the batch must have exactly these rows, not a multiple of each.
-        together: whether outputs of heads with equal shapes are joined to one for the batch.
+        repeats: number of times the model must still repeat the batch; 1 once it has.
+        exact: whether the batch must have exactly these rows, not a multiple of them.
+        together: whether head outputs of equal shapes are joined into one for the batch.
         heads: the head of each part; empty if the active heads run on all rows, None if each runs
             on one part, provided that there are as many heads as parts.
-        copies: how often the model has repeated the batch.
+        copies: number of times the model has repeated the batch.
         tokens: lengths of the model's input sequences, which identify layers whose input has tokens
             before rows; None: any length may be one.
         entered: whether the model has checked the batch. Only then may a layer get several
-            consecutive rows for each, as with beams or with tokens flattened into rows.
-        tasks: the tasks from which `enter` makes the rows; None: there are none.
-        known: number of parts, of which a batch may lack some.
+            consecutive rows per row, as with beams or with tokens flattened into rows.
+        tasks: the tasks from which `enter` makes the rows; None without tasks.
+        known: number of parts; a batch may lack some.
     """
 
     index: tuple[int, ...]
@@ -223,7 +223,7 @@ class RowMap:
     entered: bool = False
     tasks: RowTasks | None = None
     known: int = 0
-    # of one call: `replace` makes new ones
+    # of one call: `replace` makes new objects
     _layouts: dict[int, RowLayout] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -233,7 +233,7 @@ class RowMap:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return max(self.known, max(self.index, default=-1) + 1)
 
     def enter(
@@ -246,10 +246,10 @@ class RowMap:
         """Return the rows of one call whose batch has been checked.
 
         Args:
-            count: rows of the repeated batch.
+            count: number of rows of the repeated batch.
             together: see `RowMap`.
             tokens: see `RowMap`.
-            task_ids: the task of each row of the batch that is not repeated, if there are tasks.
+            task_ids: the task of each row of the batch before it is repeated, if there are tasks.
         """
         times = count // len(self.index)
         if self.tasks is None:
@@ -268,7 +268,7 @@ class RowMap:
         return replace(self, index=index, known=0)
 
     def of(self, other: RowMap, part: int) -> RowMap:
-        """Return how this divides the rows of one part of another, in the order of `take`."""
+        """Return how this map divides the rows of a part of another one, in the order of `take`."""
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
         return replace(self, index=index)
 
@@ -276,10 +276,10 @@ class RowMap:
         """Return the layout of a batch.
 
         Args:
-            count: its rows.
+            count: its number of rows.
 
         Raises:
-            BatchError: the number of rows does not fit.
+            BatchError: the number of rows is wrong.
             StateError: the model has not repeated its input.
         """
         if (cached := self._layouts.get(count)) is not None:
@@ -291,27 +291,27 @@ class RowMap:
             )
         if self.tasks is not None:
             raise StateError(
-                "MultiTask: only the whole model knows the tasks of rows, and a part was called "
+                "MultiTask: only the whole model knows the tasks of rows, but a part was called "
                 "alone. Write model(…, task_ids=[…])."
             )
         times, rest = divmod(count, len(self.index))
         if rest or (times > 1 and not self.entered):
             raise BatchError(
-                f"rows of a batch: an adapted layer got {count} rows, and the composition has "
+                f"rows of a batch: an adapted layer got {count} rows, but the composition has "
                 f"{len(self.index)}. Give the model as many, or activate one adapter for all rows."
             )
         layout = RowLayout.of([(part, times) for part in self.index])
-        # others outlive the call and must not keep its tensors
+        # other objects outlive the call and must not keep its tensors
         if self.entered:
             self._layouts[count] = layout
         return layout
 
     def grouped(self, count: int, numbers: tuple[int, ...]) -> RowLayout:
-        """Return the layout of a batch whose parts get other numbers, several of them the same.
+        """Return the layout of a batch whose parts get other numbers, which may be equal.
 
         Args:
-            count: rows of the batch.
-            numbers: for each part.
+            count: number of rows of the batch.
+            numbers: a number for each part.
         """
         key = count, numbers
         if (cached := self._grouped.get(key)) is None:
@@ -325,7 +325,7 @@ class RowMap:
         """Return the layout of a layer's input.
 
         Raises:
-            CompositionError: the number of rows does not fit, or the first dimension is tokens.
+            CompositionError: the number of rows is wrong, or the first dimension is tokens.
         """
         is_length = self.tokens is None or x.shape[0] in self.tokens
         if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
@@ -349,12 +349,12 @@ class RowMap:
 
 @dataclass(slots=True)
 class PackedRows(RowMap):
-    """The tokens of several requests in one sequence `[1, tokens, …]`, each of which is a row.
+    """The tokens of several requests in one sequence `[1, tokens, …]`; each token is a row.
 
     Attributes:
         segments: (part, number of tokens) of each request, in the order of the sequence.
-        outputs: the part of each token whose logits are computed, if an output layer gets these
-            alone; None: it gets all tokens.
+        outputs: the part of each token whose logits are computed, if an output layer gets only
+            these; None: it gets all tokens.
     """
 
     index: tuple[int, ...] = ()
@@ -365,7 +365,7 @@ class PackedRows(RowMap):
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return self.known
 
     def at_outputs(self) -> PackedRows:
@@ -378,16 +378,16 @@ class PackedRows(RowMap):
         """Return the layout of the tokens.
 
         Args:
-            count: how many a layer got.
+            count: number of tokens that a layer got.
 
         Raises:
-            BatchError: the sequence has another number of tokens.
+            BatchError: the sequence has a different number of tokens.
         """
         if (cached := self._layouts.get(count)) is None:
             cached = RowLayout.of(self.segments)
             if cached.size != count:
                 raise BatchError(
-                    f"a sequence of packed requests has {cached.size} tokens, and an adapted layer "
+                    f"a sequence of packed requests has {cached.size} tokens, but an adapted layer "
                     f"got {count}. Write exclude_modules=[…] with the layer's name."
                 )
             self._layouts[count] = cached
@@ -400,15 +400,15 @@ class PackedRows(RowMap):
 
 @dataclass(slots=True)
 class SlotRows(RowMap):
-    """Rows of which each takes an adapter from the slots of shelves, or none.
+    """Rows, each with an adapter from the slots of shelves, or none.
 
-    The slots are tensors, so that compiled code runs for any of them.
+    The slots are tensors, so compiled code runs for any of them.
 
     Attributes:
         host: int64 `[shelves, rows]` on the CPU; −1 where a row takes none of a shelf.
         slots: the same on the device of the model.
         is_packed: whether the rows are the tokens of packed requests, `[1, tokens, …]`.
-        outputs: the rows whose logits are computed, if an output layer gets these alone.
+        outputs: the rows whose logits are computed, if an output layer gets only these.
     """
 
     index: tuple[int, ...] = ()
@@ -426,11 +426,11 @@ class SlotRows(RowMap):
 
         Args:
             host: see the class.
-            device: of the model.
+            device: device of the model.
             is_packed: see the class.
         """
         count = host.shape[1]
-        # one number for each row: how many there are is checked as for any batch
+        # a number for each row; their count is checked as for any batch
         return cls((0,) * count, host=host, slots=host.to(device), is_packed=is_packed)
 
     def enter(
@@ -444,14 +444,14 @@ class SlotRows(RowMap):
         return replace(self, together=together, tokens=tokens, entered=True)
 
     def groups(self, shelf: int, count: int) -> RowGroups:
-        """Return which slot of a shelf each row takes.
+        """Return the slot of a shelf for each row.
 
         Args:
-            shelf: its number.
-            count: how many rows a layer got.
+            shelf: the shelf's number.
+            count: number of rows that a layer got.
 
         Raises:
-            BatchError: the number of rows does not fit.
+            BatchError: the number of rows is wrong.
         """
         own = self.host.shape[1]
         times = 1 if count == own else self._times(count, own)
@@ -467,7 +467,7 @@ class SlotRows(RowMap):
         times, rest = divmod(count, own)
         if rest or self.is_packed:
             raise BatchError(
-                f"rows of a batch: an adapted layer got {count} rows, and {own} were named. Name "
+                f"rows of a batch: an adapted layer got {count} rows, but {own} were named. Name "
                 f"an adapter, or None, for each row."
             )
         return times
@@ -480,10 +480,10 @@ def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]
 
 
 def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
-    """Return the distinct compositions of a batch and the rows of each; None if all rows take one.
+    """Return the distinct compositions of a batch and the rows of each; None if all are the same.
 
     Raises:
-        CompositionError: the composition divides the batch in two ways that do not fit.
+        CompositionError: the composition divides the batch in two ways that do not match.
     """
     if not has_rows(setup):
         return (setup,), None
@@ -492,15 +492,15 @@ def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
         found, repeats, exact = rows_of(setup)
         parts, index = numbered(found)
         return parts, RowMap(index, repeats, exact=exact)
-    # one task_ids must do for all
+    # the same task_ids must work for all
     numbers = {name: number for own in names for number, name in enumerate(own)}
     alike = all(n is None or numbers[n] == i for own in names for i, n in enumerate(own))
     if len({len(own) for own in names}) > 1 or not alike:
         raise CompositionError(
-            f"{setup!r}: one task_ids says the task of a row for each MultiTask. "
+            f"{setup!r}: one task_ids gives the task of a row for each MultiTask. "
             f"Write as many children in each, in one order."
         )
-    # the row of each task; all tasks divide the batch alike
+    # the row of each task; all tasks divide the batch in the same way
     each = [rows_of(_at_task(setup, task)) for task in range(len(names[0]))]
     parts, order = numbered([part for found, _, _ in each for part in found])
     (found, repeats, exact), size = each[0], len(each[0][0])
@@ -513,7 +513,7 @@ class ActiveHeads(NamedTuple):
     """Heads that are active together.
 
     Attributes:
-        names: of the heads, in order; a name may come twice.
+        names: names of the heads, in order; a name may come twice.
         setup: their composition; None for a name or a list of names.
     """
 
@@ -522,7 +522,7 @@ class ActiveHeads(NamedTuple):
 
     @property
     def given(self) -> Node | list[str] | str | None:
-        """What a user writes for these heads."""
+        """The argument that a user writes for these heads."""
         if self.setup is not None:
             return self.setup
         if len(self.names) < 2:
@@ -531,20 +531,20 @@ class ActiveHeads(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...] | None:
-        """The number of the head of each row; None if the composition does not divide the batch."""
+        """The head number of each row; None if the composition does not divide the batch."""
         if not isinstance(self.setup, BatchSplit):
             return None
         return tuple(n for n, size in enumerate(self.setup.batch_sizes) for _ in range(size))
 
 
 def parse_heads(given: object) -> ActiveHeads:
-    """Return the heads that a user's argument describes; whether they exist is not checked.
+    """Return the heads that a user's argument describes; do not check whether they exist.
 
     Args:
         given: a name, a list of names, a `BatchSplit`, `Parallel` or `Stack` of names, or None.
 
     Raises:
-        CompositionError: it is another composition.
+        CompositionError: the argument is another composition.
     """
     if given is None:
         return ActiveHeads()
@@ -556,7 +556,7 @@ def parse_heads(given: object) -> ActiveHeads:
                 f"{given!r}: heads are a BatchSplit, Parallel or Stack of names. Write {first!r}, "
                 f"[{first!r}, {second!r}], or BatchSplit({first!r}, {second!r}, batch_sizes=[…])."
             )
-        # a stack of one is what `adapters` makes of a name
+        # `adapters` turns a name into a stack of one
         return ActiveHeads(names, None if isinstance(given, Stack) and len(names) == 1 else given)
     one = isinstance(given, str) or not isinstance(given, Iterable)
     listed = cast("Iterable[str]", (given,) if one else given)
@@ -564,11 +564,11 @@ def parse_heads(given: object) -> ActiveHeads:
 
 
 def heads_of_rows(names: Sequence[str], rows: RowMap | None) -> ActiveHeads:
-    """Return the heads of the parts of a batch: a `BatchSplit` where the adapters divide it so.
+    """Return the heads of the parts of a batch: a `BatchSplit` if the adapters divide it so.
 
     Args:
         names: the head of each part, or one for all.
-        rows: of the composition of adapters.
+        rows: rows of the composition of adapters.
     """
     heads = ActiveHeads(tuple(names))
     if rows is None or not rows.exact or rows.repeats > 1 or rows.tasks is not None:

@@ -1,8 +1,8 @@
 """Checkpoints: their contents, the interface of a format, reading and writing of folders.
 
-A format is a file or package beside this one that registers itself. It recognizes its folders,
+A format is a file or package in this folder that registers itself. It recognizes its folders,
 reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It does not write
-them, so that a checkpoint that it cannot express is an error before the disk has changed.
+them, so a checkpoint that it cannot express raises before the disk has changed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
+"""The kinds that a folder is checked for, in order: an adapter may include its head."""
 
 formats: Registry[Format] = Registry("format")
-"""Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
+"""Names (the values of `format=`) → formats, in the order in which a folder is checked."""
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Checkpoint:
 
     Attributes:
         metadata: JSON types: format, version, name, model_type, `config` of the adapter, `head`.
-        adapter: `<path of the site>/<parameter>` to tensor; see `places` for adapter-wide ones.
-        head: parameter to tensor.
+        adapter: `<path of the site>/<parameter>` → tensor; see `places` for adapter-wide ones.
+        head: parameter → tensor.
     """
 
     metadata: dict[str, Any]
@@ -58,8 +58,8 @@ def shared_key(parameter: str, number: int | None = None) -> str:
     """Return the key of an adapter-wide tensor: the path is that of the base model.
 
     Args:
-        parameter: of the module that `AdapterConfig.shared` made.
-        number: of the config in a union; None outside a union.
+        parameter: parameter of the module that `AdapterConfig.shared` made.
+        number: index of the config in a union; None outside a union.
     """
     return f"/{parameter}" if number is None else f"/{number}.{parameter}"
 
@@ -75,10 +75,10 @@ class Place:
     """One adapter in a checkpoint.
 
     Attributes:
-        placement: its site, and the config that makes it.
-        path: of the module that holds it.
-        part: prefix of its parameters' names if several adapters share the module, as "query.", or
-            a parameter of the module is adapted, as "down_proj.mlp_out.".
+        placement: its site, and the config that builds it.
+        path: path of the module that holds it.
+        part: prefix of its parameters' names if several adapters share the module ("query."), or
+            a parameter of the module is adapted ("down_proj.mlp_out.").
     """
 
     placement: Placement
@@ -93,7 +93,7 @@ class Place:
         """Return its tensors by parameter.
 
         Args:
-            tensors: of all places, see `fit.by_path`.
+            tensors: tensors of all places, see `fit.by_path`.
         """
         here = tensors.get(self.path, {})
         return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
@@ -103,11 +103,11 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     """Return the places of a config at linear layers and in the residual stream, in model order.
 
     Args:
-        config: of an adapter.
-        anatomy: of the model.
+        config: config of an adapter.
+        anatomy: the model's anatomy.
 
     Raises:
-        SiteError: the model has no place that the config asks for.
+        SiteError: the model lacks a place that the config asks for.
     """
     by_path: dict[str, list[Placement]] = {}
     for placement in all_placements(config, anatomy):
@@ -128,12 +128,12 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
 def from_plain(
     config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter from those that `exported` returned.
+    """Return an adapter's tensors from the result of `exported`.
 
     Args:
-        config: of the adapter.
-        tensors: of all places, as files of the peers hold them.
-        anatomy: of the model.
+        config: the adapter's config.
+        tensors: tensors of all places, as files of the peers hold them.
+        anatomy: the model's anatomy.
     """
     return _changed(config, tensors, anatomy, lambda placed, tensors: placed.own_tensors(tensors))
 
@@ -144,7 +144,7 @@ def _changed(
     anatomy: Anatomy,
     change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Return the tensors, with those of each place changed."""
+    """Return the tensors, with those of each place converted."""
     found, at = dict(tensors), by_path(tensors)
     for place in places_of(config, anatomy):
         if own := place.own(at):
@@ -161,12 +161,12 @@ REVISION, DIGEST = "base_revision", "base_digest"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The base model of a checkpoint; fields are None where the files do not say.
+    """The base model of a checkpoint; fields are None if the files do not say.
 
     Attributes:
-        name: on the Hub, or its folder.
-        revision: the commit on the Hub, or what a file of a peer has in its place.
-        digest: of its weights, see `adapterzoo.model.base`.
+        name: its name on the Hub, or its folder.
+        revision: the commit on the Hub, or the value that a peer's file has instead.
+        digest: digest of its weights, see `adapterzoo.model.base`.
     """
 
     name: str | None
@@ -174,25 +174,25 @@ class Base:
     digest: str | None = None
 
     def entries(self) -> dict[str, str]:
-        """Return what metadata say about it besides the name."""
+        """Return the metadata's entries for it, except the name."""
         fields = {REVISION: self.revision, DIGEST: self.digest}
         return {key: value for key, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of folders.
+    """A folder format.
 
     Attributes:
-        recognizes: whether a folder holds an adapter, only a head, or a fusion, of this format.
-            Looks only at file names and a config, and recognizes damaged files too, so that `read`
-            can say what is wrong with them.
+        recognizes: returns whether a folder holds an adapter, only a head, or a fusion, of this
+            format. It looks only at file names and a config, and also recognizes damaged files, so
+            that `read` can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
-            damaged, or needs what the model or this library does not have.
+            damaged, or needs something that the model or this library lacks.
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
             the format cannot express.
         base: returns the model that an adapter was trained on.
-        owned: returns the names of all files that a folder of this format may have; others are
+        owned: returns the names of all files that a folder of this format may have; other files are
             kept.
     """
 
@@ -204,13 +204,13 @@ class Format:
 
 
 def base_of(values: Mapping[str, Any], name: str, revision: str = REVISION) -> Base:
-    """Return the model that the config of a file names in these fields."""
+    """Return the model that a file's config names in these fields."""
     found = (values.get(name), values.get(revision), values.get(DIGEST))
     return Base(*(value if isinstance(value, str) and value else None for value in found))
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:
-    """Return the error for what a format cannot express.
+    """Return the error for a checkpoint that a format cannot express.
 
     Args:
         why: the reason.
@@ -221,18 +221,18 @@ def inexpressible(why: str, *hints: str) -> CheckpointError:
 
 
 def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: str) -> S:
-    """Return the spelling of the method that a config in a file of a peer belongs to.
+    """Return the spelling of the method of a config in a peer's file.
 
     Args:
         values: the config in the file.
         key: the field with the name of the method.
         named: the spellings with that name.
-        legal: the methods that exist here, and what to do about another one.
+        legal: the methods that exist here, and what to write for another one.
 
     Raises:
-        CheckpointError: it belongs to no method.
+        CheckpointError: the config belongs to no method.
     """
-    # of several that are equally near, the strictest is named
+    # of several equally near ones, the strictest is named
     named = sorted(named, key=lambda spelling: spelling.strictness, reverse=True)
     differing = [spelling.differing(values) for spelling in named]
     if [] in differing:
@@ -245,7 +245,7 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
 
 
 def short(value: object) -> str:
-    """Return a value of a file as a message shows it."""
+    """Return a value of a file as messages show it."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -256,7 +256,7 @@ def of(folder: Path, kind: Kind) -> str | None:
 
 
 def below(folder: Path, kind: Kind) -> list[Path]:
-    """Return the sub-folders that a format recognizes; hidden ones are none."""
+    """Return the sub-folders that a format recognizes; hidden ones do not count."""
     folders = (each for each in sorted(folder.glob("*/")) if not each.name.startswith("."))
     return [each for each in folders if of(each, kind) is not None]
 
@@ -265,9 +265,9 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     """Read a folder in any format.
 
     Args:
-        folder: on disk.
+        folder: the folder on disk.
         kind: what to read.
-        info: of the model to fill.
+        info: info of the model to fill.
 
     Raises:
         CheckpointError: there is no such folder, no format knows it, or it is damaged.
@@ -286,7 +286,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
-    """Return a checkpoint with its adapter as files of the peers hold it.
+    """Return a checkpoint with its adapter in the form of the peers' files.
 
     See `AdapterConfig.plain`.
     """
@@ -301,7 +301,7 @@ def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
 
 
 def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
-    """Return the files of a checkpoint; arguments as of `write`.
+    """Return the files of a checkpoint; the arguments are those of `write`.
 
     Raises:
         CheckpointError: the format cannot express it.
@@ -309,7 +309,7 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> d
     """
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
-        raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
+        raise inexpressible(f"the adapter has trained embeddings, but the format {name!r} has none")
     if name != "native" and kind == "adapter":
         checkpoint = exported(checkpoint, info)
     return chosen.encode(checkpoint, kind, info)
@@ -323,22 +323,22 @@ def write(
     info: ModelInfo,
     contents: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a checkpoint, after checking everything that could be wrong with it.
+    """Write a checkpoint, after checking everything that could be wrong.
 
-    A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
+    A checkpoint of the same kind that the folder holds is replaced, whatever its format.
 
     Args:
-        folder: created if missing.
+        folder: the folder; created if missing.
         checkpoint: what to write, with whole tensors.
-        kind: what it holds.
-        name: of the format.
-        info: of the model that it was taken from.
-        contents: its files, if they are `encoded` already.
+        kind: the kind of checkpoint.
+        name: name of the format.
+        info: info of the model that it comes from.
+        contents: its files, if they are already `encoded`.
 
     Raises:
         CheckpointError: the format cannot express it, files of another kind of checkpoint in
-            another format would be mixed with it, or the folder cannot be written; what was there
-            is still whole.
+            another format would be mixed with it, or the folder cannot be written; an old
+            checkpoint is still whole.
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name)
@@ -352,7 +352,7 @@ def write(
         is_other = formats[there].read is not chosen.read
         if held == kind:
             stale |= own
-        # the other kind may lie beside it, where no file belongs to both, or go with it
+        # another kind may be next to it, where no file belongs to both, or go with it
         elif is_other and not own <= stale and own & (touched | stale):
             what = "an adapter" if held == "adapter" else "a head"
             raise CheckpointError(

@@ -1,12 +1,12 @@
-"""Read and write the files of checkpoints; files to read are not trusted.
+"""Read and write the files of checkpoints; files that are read are not trusted.
 
-Only regular files are opened, sizes of configs and headers are limited, and pickles are read by
-`torch.load(weights_only=True)` alone, which rebuilds tensors and runs no other code.
+Only regular files are opened, the sizes of configs and headers are limited, and pickles are read
+only by `torch.load(weights_only=True)`, which rebuilds tensors and runs no other code.
 
-Files that belong together are replaced together: `write_all` writes all of them beside the old
+Files that belong together are replaced together: `write_all` writes all of them next to the old
 ones, removes the configs, moves the tensors, and moves the configs last. A save that is killed
 leaves the old checkpoint, the new one, or a folder without a config, which loading refuses by name.
-Nobody waits: of two saves at once the later one stays, and a reader whose folder changes fails.
+There are no locks: of two saves at once the later one wins; a reader whose folder changes fails.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from adapterzoo.errors import CheckpointError, ConfigError, listing
 
 _LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
-# the key of our metadata in our safetensors files; of `meta_dict`, and of what is known of the base
-# model, in those of PEFT's format
+# the key of our metadata in our safetensors files; the keys of `meta_dict`, and of facts about the
+# base model, in those of PEFT's format
 NATIVE, META, BASE = "adapterzoo", "adapterzoo_meta", "adapterzoo_base"
-# of a safetensors file: names, shapes and metadata, about 300 bytes for each tensor
+# header of a safetensors file: names, shapes and metadata, about 300 bytes per tensor
 _MAX_HEADER = 32 * 2**20
-# configs have some thousand bytes; lists of labels some hundred thousand
+# configs have a few thousand bytes; lists of labels a few hundred thousand
 MAX_JSON = 16 * 2**20
-# of files that are not in place yet
+# suffix of files that are not in place yet
 _PART = ".adapterzoo-part-"
-# of savers that disturb each other
+# attempts of savers that disturb each other
 _TRIES = 100
 # a damaged pickle can raise any of these
 _DAMAGED = (
@@ -62,8 +62,8 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
     """Replace the files of a checkpoint together.
 
     Args:
-        folder: created if missing.
-        contents: plain names to contents.
+        folder: the folder; created if missing.
+        contents: file names → contents.
         stale: names of files of an older checkpoint to delete.
 
     Raises:
@@ -73,12 +73,12 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
     for _ in range(_TRIES):
         if _replaced(folder, contents, stale):
             return
-    raise CheckpointError(f"{str(folder)!r}: others save there all the time. Save again.")
+    raise CheckpointError(f"{str(folder)!r}: others keep saving there. Save again.")
 
 
 def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str]) -> bool:
-    """Replace files; return False if another saver took those that were not in place yet."""
-    # configs last, that of an adapter after that of its head
+    """Replace files; return False if another saver removed files that were not in place yet."""
+    # configs last, and an adapter's after its head's
     names = sorted(contents, reverse=True)
     names.sort(key=lambda name: name.endswith(".json"))
     former = [name for name in {*contents, *stale} if (folder / name).is_file()]
@@ -98,10 +98,10 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         if not there >= {*parts.values()}:
             return False
         for other in there - {*parts.values()}:
-            # of a killed saver, or of one that runs, which then begins again
+            # from a saver that was killed, or that still runs and then starts again
             if other.is_file():
                 other.unlink(missing_ok=True)
-        state = "Some files are replaced already, so that the folder cannot be loaded. Save again"
+        state = "Some files are already replaced, so the folder cannot be loaded. Save again"
         for name in sorted(former, key=lambda name: not name.endswith(".json")):
             (folder / name).unlink(missing_ok=True)
         for name, part in parts.items():
@@ -124,7 +124,7 @@ def write_tensors(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str,
     """Write tensors with our metadata as one safetensors file; create its folder if missing.
 
     Raises:
-        CheckpointError: the file cannot be written; an old one is still whole.
+        CheckpointError: the file cannot be written; an old one is still intact.
     """
     write_all(file.parent, {file.name: tensor_bytes(tensors, {NATIVE: metadata})})
 
@@ -133,7 +133,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
     """Return a safetensors file; equal content gives equal bytes.
 
     Args:
-        tensors: on any device; tensors that share memory are written separately.
+        tensors: the tensors, on any device; tensors that share memory are written separately.
         metadata: JSON types by key.
 
     Raises:
@@ -142,7 +142,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
     texts = {key: json.dumps(v, sort_keys=True, allow_nan=False) for key, v in metadata.items()}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
     whole = safetensors.torch.save(owned, metadata={"format": "pt"})
-    # safetensors does not fix the order of several keys
+    # safetensors does not fix the order of the keys
     end = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:end]) | {"__metadata__": {"format": "pt", **texts}}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -156,7 +156,7 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     """Return indented JSON, for people to read.
 
     Raises:
-        CheckpointError: it is too large to be read back.
+        CheckpointError: the text is too large to be read back.
     """
     text = (json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
     _check_size("the config, with meta_dict,", len(text), MAX_JSON)
@@ -166,7 +166,7 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
 def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
     """Return tensors by name, or a single one, as `torch.save` writes them."""
     stream = io.BytesIO()
-    # clone: a view would save all the memory that it looks into
+    # clone: a view would save all of its storage
     if isinstance(tensors, Tensor):
         torch.save(tensors.detach().cpu().clone(), stream)
     else:
@@ -177,7 +177,7 @@ def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"{what} would have {size:,} bytes, at most {limit:,} can be read. Write a smaller "
+            f"{what} would have {size:,} bytes, but at most {limit:,} can be read. Write a smaller "
             "meta_dict."
         )
 
@@ -190,7 +190,7 @@ def one_save(folder: Path) -> Iterator[None]:
     """Check that a folder does not change while its files are read.
 
     Raises:
-        CheckpointError: its configs, which a save removes first and writes last, are others now.
+        CheckpointError: its configs, which a save removes first and writes last, have changed.
     """
     before = _configs(folder)
     yield
@@ -207,11 +207,11 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
-        file: read only if it is not too large for a config.
-        hint: what to do if it is not one.
+        file: the file; read only if it is not too large for a config.
+        hint: what the error says to do.
 
     Raises:
-        CheckpointError: it is missing, too large, not JSON or not an object.
+        CheckpointError: the file is missing, too large, not JSON or not an object.
     """
     try:
         check_regular(file)
@@ -235,12 +235,12 @@ def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
 
 
 def warn_of_another(folder: Path, kind: str, name: object) -> None:
-    """Warn if a folder holds something of another name that is about to be replaced.
+    """Warn if a folder holds something under another name that is about to be replaced.
 
     Args:
-        folder: with the files that will be replaced.
-        kind: of what it holds: "adapter", "head" or the like.
-        name: of what is saved.
+        folder: the folder with the files that will be replaced.
+        kind: the kind of content: "adapter", "head" or the like.
+        name: name of what is saved.
     """
     file = folder / f"{kind}_config.json"
     there = fields_of(file).get("name")
@@ -252,7 +252,7 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
 
 
 def fields_of(file: Path) -> dict[str, Any]:
-    """Return the fields in a JSON file; none if it cannot be read as a config."""
+    """Return the fields in a JSON file; empty if it cannot be read as a config."""
     try:
         return read_json(file)
     except CheckpointError:
@@ -262,10 +262,10 @@ def fields_of(file: Path) -> dict[str, Any]:
 def _number(text: str) -> float:
     """Parse a number; NaN and infinities, which Python accepts, cannot be written back.
 
-    So is 1e999, which would become an infinity.
+    Nor can 1e999, which would become an infinity.
 
     Raises:
-        ConfigError: it is not finite.
+        ConfigError: the number is not finite.
     """
     number = float(text)
     if not math.isfinite(number):
@@ -277,11 +277,11 @@ def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors of the first of some files that a folder has, on the CPU.
 
     Args:
-        folder: on disk.
-        names: of the files; those that cannot hold code come first.
+        folder: the folder on disk.
+        names: names of the files; those that cannot hold code come first.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no such file, or it is damaged.
     """
     for file in (folder / name for name in names):
         if file.is_file():
@@ -293,7 +293,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a `.safetensors` file, or of a pickle that torch wrote, on the CPU.
 
     Raises:
-        CheckpointError: it is damaged, or holds code or anything other than tensors.
+        CheckpointError: the file is damaged, or holds code or anything other than tensors.
     """
     if file.suffix == ".safetensors":
         return read_safetensors(file)
@@ -309,7 +309,7 @@ def read_tensor(file: Path) -> Tensor:
     """Return the one tensor of floating-point numbers in a pickle that torch wrote, on the CPU.
 
     Raises:
-        CheckpointError: it is damaged, or holds code or anything other than such a tensor.
+        CheckpointError: the file is damaged, or holds code or anything other than such a tensor.
     """
     loaded = _unpickled(file)
     if not _is_plain(loaded) or not loaded.is_floating_point():
@@ -332,7 +332,7 @@ def _unpickled(file: Path) -> Any:
 
 
 def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
-    # with stride 0, one number can represent a tensor of any size, until it is copied
+    # with stride 0, one number can stand for a tensor of any size, until it is copied
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{str(file)!r} has fewer numbers for {what} than its shape {list(tensor.shape)}. "
@@ -345,7 +345,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, on the CPU.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     with _opened(file) as opened:
         # clone: the tensors are views of the file, which could change later
@@ -353,7 +353,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
-    """Return the object under a key of a safetensors file's metadata; None if there is none.
+    """Return the object under a key of a safetensors file's metadata; None if it is missing.
 
     Raises:
         CheckpointError: the file is damaged, or the value is not an object.
@@ -364,13 +364,13 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
 
 
 def check_regular(file: Path) -> None:
-    """Refuse pipes and devices, which could be read forever.
+    """Refuse pipes and devices, which might never end.
 
     A link to a regular file is accepted: huggingface_hub's cache consists of these.
 
     Raises:
-        CheckpointError: it is not a regular file.
-        OSError: there is none.
+        CheckpointError: the file is not regular.
+        OSError: there is no such file.
     """
     if not stat.S_ISREG(file.stat().st_mode):
         raise CheckpointError(f"{str(file)!r} is not a regular file. {AGAIN}.")
@@ -378,7 +378,7 @@ def check_regular(file: Path) -> None:
 
 @contextlib.contextmanager
 def _regular(file: Path) -> Iterator[None]:
-    """Check that a file is regular, and turn all errors of a damaged one into one error."""
+    """Check that a file is regular, and turn every error of a damaged file into one error."""
     try:
         check_regular(file)
         yield
@@ -387,7 +387,7 @@ def _regular(file: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
     except _DAMAGED as error:
-        # torch's next sentence says how to run the code
+        # torch's next sentence says how to run the code anyway
         reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise CheckpointError(
             f"{str(file)!r} is damaged, or holds code ({reason}). {AGAIN}."

@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with the modules to fill, and fill the modules.
+"""Compare a checkpoint's tensors with the modules to fill, and fill them.
 
 Digests are equal for equal bits, on any device and in any memory layout.
 """
@@ -21,7 +21,7 @@ from adapterzoo.errors import CheckpointError, argument, in_python, listing
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of dtype, shape and exact bits; the device and the strides do not matter.
+    """Return a digest of dtype, shape and exact bits; device and strides do not matter.
 
     Returns:
         32 hexadecimal digits.
@@ -44,7 +44,7 @@ def same_values(theirs: Tensor, mine: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # −0 and NaN have bits too: bytes are compared, not numbers
+    # −0 and NaN have bits too, so compare bytes, not numbers
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -60,21 +60,21 @@ def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str
 
 
 def other_fingerprint(found: str, expected: str) -> CheckpointError:
-    """Return the error for an adapter that is not the one that was asked for.
+    """Return the error for an adapter other than the requested one.
 
     Args:
-        found: its fingerprint.
-        expected: the first digits of the other one.
+        found: the adapter's fingerprint.
+        expected: the first digits of the requested fingerprint.
     """
     return CheckpointError(
         f"the adapter has the fingerprint {found}, not {expected}; nothing has been loaded.\n"
-        f"Write @{found[:PINNED_DIGITS]} if it is meant, or "
+        f"Write @{found[:PINNED_DIGITS]} to load it, or "
         f"{argument('revision', expected, 'load_adapter')} for a commit of the Hub."
     )
 
 
 PINNED_DIGITS = 16
-"""Of a fingerprint, in `name@fingerprint`."""
+"""Number of digits of a fingerprint in `name@fingerprint`."""
 
 _SHOWN = 10
 
@@ -85,9 +85,9 @@ def differences(
     """Return how the tensors of a file differ from those of a model in names, shapes and dtypes.
 
     Args:
-        file: what was read.
+        file: the tensors that were read.
         skeleton: the new parameters to fill.
-        dtype: to which the user lets the file be converted; None: dtypes must agree.
+        dtype: the dtype to which the user lets the file be converted; None: dtypes must agree.
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
     lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
@@ -107,15 +107,15 @@ def differences(
 
 
 def check_same(what: str, saved: object, mine: object) -> None:
-    """Check that an entry of a training checkpoint has the same config in the model.
+    """Check that an entry of a training checkpoint has the model's config.
 
     Args:
-        what: names the entry in the message, such as `adapter 'a'`.
+        what: name of the entry in the message, such as `adapter 'a'`.
         saved: its config in the checkpoint.
         mine: its config in the model.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: the configs differ.
     """
     if saved != mine:
         raise CheckpointError(f"the checkpoint's {what} is {saved!r}, the model's {mine!r}.")
@@ -130,7 +130,7 @@ def check_fit(
     """Raise one error with every difference between a file and the model to fill.
 
     Raises:
-        CheckpointError: there is a difference.
+        CheckpointError: the file and the model differ.
     """
     lines = differences(file, skeleton, dtype)
     if lines:
@@ -143,17 +143,17 @@ def check_fit(
 
 
 def converted(file: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of copies of layers, such as heads, in the dtypes of the layers here.
+    """Return the tensors of layer copies, such as heads, in the dtypes of this model's layers.
 
     Args:
-        file: what was read.
-        like: tensors of the model by the same keys; others do not change.
+        file: the tensors that were read.
+        like: the model's tensors by the same keys; other tensors do not change.
     """
     return {k: t.to(like[k].dtype) if k in like else t for k, t in file.items()}
 
 
 def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors `path/parameter` of a file as path of a module → parameter → tensor."""
+    """Return a file's tensors `path/parameter` as path of a module → parameter → tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         path, _, parameter = key.partition("/")
@@ -162,16 +162,16 @@ def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | None = None) -> None:
-    """Fill a module with the values of a file that fits it, in the dtypes of the module.
+    """Fill a module with the values of a file that fits it, in the module's dtypes.
 
     Args:
-        module: filled in place; on the meta device its tensors are replaced.
-        tensors: by keys of the module's state dict; other parameters do not change.
-        at: where the replacements are copied to; None or the meta device: the tensors of the file
-            are used themselves.
+        module: the module, filled in place; on the meta device its tensors are replaced.
+        tensors: tensors by keys of the module's state dict; other parameters do not change.
+        at: the device of the replacements; None or the meta device: the tensors of the file are
+            used themselves.
 
     Raises:
-        CheckpointError: a device holds other bits than were copied to it.
+        CheckpointError: a device holds other bits than those copied to it.
     """
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
@@ -179,7 +179,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
         copies = at is not None and at.type != "meta"
         # pickles may hold other strides, which change the last bits of a product
         moved = {k: t.contiguous().to(at, copy=True) if copies else t for k, t in values.items()}
-        # one object for all names of a tensor, so that they share the new one too
+        # one object for all names of a tensor, so that they also share the new one
         new = {id(own[key]): _like(own[key], value) for key, value in moved.items()}
         for part in module.modules():
             for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
@@ -189,7 +189,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
         with torch.no_grad():
             for key, value in values.items():
                 own[key].copy_(value)
-    # copies in the CPU's memory need no check
+    # copies in CPU memory need no check
     far = (key for key in values if own[key].device.type != "cpu")
     if wrong := [key for key in far if not same_bits(own[key], values[key])]:
         raise CheckpointError(
@@ -203,20 +203,20 @@ def _like(own: Tensor, value: Tensor) -> Tensor:
     return nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
 
 
-# --- A sample of a base model's weights: whether an adapter was trained on this base ---
+# --- A sample of a base model's weights shows whether an adapter was trained on this base ---
 #
-# A digest of the bits would differ for a cast copy of the same base. The file therefore has values
-# at fixed positions of a few tensors, in float32, and a model is compared with these:
+# A digest of the bits would differ for a cast copy of the same base. So the file has the values at
+# fixed positions of a few tensors, in float32, and a model is compared with them:
 #
-# - Vectors, which quantization leaves alone, must be equal up to one unit in the last place of the
-#   less precise of both. Fine-tuning moves them further.
+# - Vectors, which quantization does not change, must be equal up to one unit in the last place of
+#   the less precise of both. Fine-tuning moves them further.
 # - Matrices may have been quantized and unpacked again. For independent weights
-#   ‖a − b‖² = ‖a‖² + ‖b‖², for rounding to 3 bits a twentieth of that; the limit is a half.
+#   ‖a − b‖² = ‖a‖² + ‖b‖²; rounding to 3 bits gives a twentieth of that; the limit is a half.
 
-# tensors of each kind, and values of each tensor
+# number of tensors of each kind, and of values of each tensor
 _TENSORS, _VALUES = 8, 4
 _FORMAT = f"<{_VALUES}f"
-# the limit, a share of ‖a‖² + ‖b‖²
+# the limit, as a share of ‖a‖² + ‖b‖²
 _OTHER = 0.5
 # the smallest float16, and half of it from rounding
 _TINY = 1e-7
@@ -228,7 +228,7 @@ def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return key → shape and values in hexadecimal digits; empty without tensors.
 
     Args:
-        tensors: of the base model by key, unquantized and on this process.
+        tensors: tensors of the base model by key, unquantized and on this process.
     """
     keys = sampled_keys({key: tensor.dim() for key, tensor in tensors.items()})
     return {
@@ -238,15 +238,15 @@ def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def sampled_keys(dims: Mapping[str, int]) -> list[str]:
-    """Return the keys of the tensors that a sample has; of these alone, all.
+    """Return the keys of a sample's tensors; given only these, return all of them.
 
     Args:
-        dims: key of a tensor → how many dimensions it has.
+        dims: key of a tensor → its number of dimensions.
     """
     kinds: tuple[list[str], list[str]] = [], []
     for key in sorted(dims):
         kinds[dims[key] > 1].append(key)
-    # spread over the model; a tensor is listed twice where there are few
+    # spread over the model; if there are only a few tensors, some are listed twice
     spread = (keys[i * len(keys) // _TENSORS] for keys in kinds if keys for i in range(_TENSORS))
     return [*dict.fromkeys(spread)]
 
@@ -255,8 +255,8 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a sample was taken from weights other than these.
 
     Args:
-        kept: a sample, as read from a file; what is damaged in it is left out.
-        tensors: of the base model by key, unquantized and on this process.
+        kept: a sample, as read from a file; damaged parts are ignored.
+        tensors: tensors of the base model by key, unquantized and on this process.
     """
     kinds: tuple[list[_Pair], list[_Pair]] = [], []
     for key, entry in kept.items() if isinstance(kept, Mapping) else ():
@@ -271,7 +271,7 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
     numbers = (pair for a, b in vectors for pair in zip(a, b, strict=True))
     if any(abs(x - y) > unit * max(abs(x), abs(y)) + _TINY for x, y in numbers):
         return True
-    # each tensor counts the same, whatever its scale
+    # each tensor counts the same, regardless of its scale
     shares = [
         sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / total
         for a, b in matrices
@@ -287,9 +287,9 @@ def _values(tensor: Tensor) -> tuple[float, ...]:
 
 
 def _unit(values: Iterable[tuple[float, ...]]) -> float:
-    """Return the relative distance of neighbors in the narrowest dtype that has all the values.
+    """Return the relative distance of neighbors in the narrowest dtype that holds all the values.
 
-    A float32 copy of bfloat16 weights is as precise as those.
+    A float32 copy of bfloat16 weights is only as precise as those.
     """
     wide = torch.tensor([*itertools.chain(*values)], dtype=torch.float32)
     fitting = (d for d in _DTYPES if torch.equal(wide.to(d).float(), wide))

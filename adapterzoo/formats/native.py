@@ -1,8 +1,8 @@
 """Our format: one safetensors file, `<kind>.safetensors`, and `<kind>_config.json` for people.
 
-`adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
-head alone. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; no
-name of an adapter or head is part of them. The metadata describe the tensors and include a SHA-256
+`adapter.safetensors` holds an adapter, with its head if there is one; `head.safetensors` holds only
+a head. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; they do not
+contain names of adapters or heads. The metadata describe the tensors and include a SHA-256
 of both. The JSON file repeats the metadata; editing it has no effect, so a difference is an error.
 """
 
@@ -25,7 +25,7 @@ FORMAT = "adapterzoo"
 VERSION = 1
 FUSION: Kind = "adapter_fusion"
 """The kind of a folder with the layers of a fusion."""
-# two slashes: not even a site called "head" can have such a key
+# two slashes: no site can have such a key, not even one called "head"
 _HEAD = "head//"
 _HASH = "sha256"
 
@@ -40,7 +40,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
 
 
 def names_of_files(kind: str) -> tuple[str, str]:
-    """Return the names of the tensors' file and of the config."""
+    """Return the names of the tensor file and the config."""
     return f"{kind}.safetensors", f"{kind}_config.json"
 
 
@@ -55,14 +55,14 @@ def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
 
 
 def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the metadata with the SHA-256 of themselves and the tensors."""
+    """Return the metadata with a SHA-256 of themselves and the tensors."""
     # as JSON reads it back: tuples become lists, and keys become strings
     plain = {k: v for k, v in json.loads(json.dumps(metadata)).items() if k != _HASH}
     return plain | {_HASH: fingerprint(plain, tensors)}
 
 
 def keyed(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the tensors of an adapter and of its head under the keys of one file."""
+    """Return the tensors of an adapter and its head under the keys of one file."""
     return checkpoint.adapter | {_HEAD + key: tensor for key, tensor in checkpoint.head.items()}
 
 
@@ -70,24 +70,24 @@ def load(folder: Path, kind: str) -> Checkpoint:
     """Read a checkpoint from `<kind>.safetensors`.
 
     Args:
-        folder: on disk.
-        kind: what it holds.
+        folder: the folder on disk.
+        kind: the kind of checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another format or of a newer version.
+        CheckpointError: the file is missing, damaged, or of another format or a newer version.
     """
     file = folder / f"{kind}.safetensors"
     metadata, tensors = read(file)
     version = metadata.get("version")
     if version != VERSION:
         raise CheckpointError(
-            f"{str(file)!r} has version {version!r} of the format, and this release reads "
+            f"{str(file)!r} has version {version!r} of the format, but this release reads "
             f"{VERSION}. Write pip install -U adapterzoo."
         )
     expected = metadata.pop(_HASH, None)
     if expected != fingerprint(metadata, tensors):
         raise CheckpointError(
-            f"{str(file)!r} is not what was written, with another SHA-256 than {short(expected)}; "
+            f"{str(file)!r} is not what was written: its SHA-256 is not {short(expected)}; "
             f"nothing has been loaded. {files.AGAIN}."
         )
     copy = folder / f"{kind}_config.json"
@@ -107,7 +107,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return our metadata and the tensors of a safetensors file that this library wrote.
 
     Raises:
-        CheckpointError: it is missing or damaged, or another library wrote it.
+        CheckpointError: the file is missing or damaged, or another library wrote it.
     """
     metadata = files.read_metadata(file, files.NATIVE)
     if metadata is None:
@@ -116,7 +116,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _text(value: object) -> str:
-    """Return JSON: True equals 1, and 1 equals 1.0, but they are written differently."""
+    """Return JSON, in which True, 1 and 1.0 differ although they compare equal."""
     return json.dumps(value, sort_keys=True)
 
 

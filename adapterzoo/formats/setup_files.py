@@ -22,7 +22,7 @@ HeadSetup: TypeAlias = "bool | str | list[str] | Composition | None"
 
 
 def write(folder: Path, setup: Composition, heads: HeadSetup) -> None:
-    """Write the file; the folder is created if missing."""
+    """Write the file; create the folder if missing."""
     document = {
         "adapter_setup": _document(setup),
         "head_setup": _document(heads) if isinstance(heads, Composition) else heads,
@@ -35,13 +35,13 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
     """Return the composition and the heads in the file of a folder.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the file is missing or damaged.
     """
     values = read_json(folder / SETUP, "Write the folder that save_adapter_setup wrote")
     try:
         setup, heads = _composition(values.get("adapter_setup")), values.get("head_setup")
         found = _composition(heads) if isinstance(heads, Mapping) else heads
-        # they are names of folders
+        # the names of folders
         for name in (*(setup.flatten() if setup is not None else ()), *names_of(found)):
             check_name(name)
         for fuse in fusions_of(setup):
@@ -58,7 +58,7 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
 
 
 def names_of(heads: HeadSetup) -> list[str]:
-    """Return the names of the heads; none for True, the head of a task class."""
+    """Return the names of the heads; empty for True, the head of a task class."""
     if isinstance(heads, Composition):
         return list(heads.flatten())
     if isinstance(heads, str):

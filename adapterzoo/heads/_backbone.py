@@ -1,4 +1,4 @@
-"""What heads read of a model, and how they pool a sequence into one vector."""
+"""The facts that heads read from a model, and the pooling of a sequence into one vector."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from adapterzoo.contracts import compute_dtype
 Pooling = Literal["auto", "cls", "mean", "last", "eos", "pooler"]
 """The tokens that represent a sequence.
 
-`cls`: the first; `mean`: the average of the real ones; `last`: the last real one, for padding on
+`cls`: the first; `mean`: the average of the real ones; `last`: the last real one, with padding on
 either side; `eos`: the last end-of-sequence token; `pooler`: the model's own pooled output; `auto`:
-as in the model's family.
+the usual one of the model's family.
 """
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 def pool(hidden: Tensor, mask: Tensor | None, pooling: Pooling) -> Tensor:
-    """Return one vector for each sequence.
+    """Return one vector per sequence.
 
     Args:
-        hidden: `[batch, tokens, d_model]`; `[batch, d_model]` is returned as it is.
+        hidden: `[batch, tokens, d_model]`; `[batch, d_model]` is returned unchanged.
         mask: `[batch, tokens]`, true or 1 at the tokens that count: the real ones, for `eos` the
-            end-of-sequence tokens. None when all count.
+            end-of-sequence tokens. None if all count.
         pooling: resolved, never "auto".
 
     Returns:
-        `[batch, d_model]`. A sequence without any token that counts gives zeros for `mean` and its
+        `[batch, d_model]`. A sequence without any token that counts gives zeros for `mean`, and its
         first token for `last` and `eos`.
     """
     if hidden.dim() == 2:
@@ -65,19 +65,19 @@ class Backbone:
 
     Attributes:
         hidden_size: width of the hidden states.
-        device: of the head's parameters.
-        dtype: of the head's parameters.
+        device: device of the head's parameters.
+        dtype: dtype of the head's parameters.
         vocab_size: rows of the input embedding; None without one.
         embedding_size: width of the input embedding, if it is not `hidden_size`.
-        dropout: of heads whose config does not set it.
-        layer_norm_eps: of the norms in heads.
-        init_std: standard deviation of fresh weights.
+        dropout: dropout of heads whose config does not set it.
+        layer_norm_eps: epsilon of the norms in heads.
+        init_std: standard deviation of new weights.
         pooling: the meaning of `pooling="auto"` for this model.
         encoder_decoder: whether the hidden states come from the decoder of an encoder–decoder.
-        lm_scale: factor of the hidden states before a language modeling head whose config does
+        lm_scale: factor of the hidden states before a language modeling head, if its config does
             not set it.
-        task_head: makes the head of a task class of transformers, from its config and this
-            backbone; None if the model is not one of transformers.
+        task_head: a function that builds the head of a task class of transformers, given its config
+            and this backbone; None if the model is not one of transformers.
     """
 
     hidden_size: int
@@ -94,7 +94,7 @@ class Backbone:
     task_head: Callable[[Any, Backbone], Any] | None = None
 
     def linear(self, d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
-        """Return a fresh linear layer with normal weights and zero bias."""
+        """Return a new linear layer with normal weights and zero bias."""
         layer = nn.Linear(d_in, d_out, bias=bias, device=self.device, dtype=self.dtype)
         nn.init.normal_(layer.weight, std=self.init_std)
         if bias:
@@ -102,6 +102,6 @@ class Backbone:
         return layer
 
     def layer_norm(self, width: int, bias: bool = True, eps: float | None = None) -> nn.LayerNorm:
-        """Return a fresh layer norm; `eps` None: that of the model."""
+        """Return a new layer norm; for `eps=None`, with the model's epsilon."""
         eps = self.layer_norm_eps if eps is None else eps
         return nn.LayerNorm(width, eps, bias=bias, device=self.device, dtype=self.dtype)

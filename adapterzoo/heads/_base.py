@@ -2,7 +2,7 @@
 
 A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
 are those of AdapterHub's `head_config.json`. Fields that AdapterHub lacks are written only if they
-differ from their default, so that both libraries can read the files.
+differ from their defaults, so that both libraries can read the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 
 
 def token_places() -> tuple[str, ...]:
-    """Return the arguments of all known head types that are positions of tokens."""
+    """Return the arguments of all known head types that are token positions."""
     return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
 
 
@@ -52,14 +52,14 @@ class HeadConfig(Config):
         token_labels: whether labels are ignored at tokens where the attention mask is 0.
         decoder_inputs_from: the argument whose tokens, shifted by one, become the decoder's inputs
             if none are given; None: the encoder's tokens.
-        scores_vocabulary: whether its heads have `output_embeddings`.
+        scores_vocabulary: whether the heads have `output_embeddings`.
         pipeline_tag: the Hub's name of the task.
         peft_task: PEFT's name of the task; None if it has none.
-        peft_classes: for tasks without a name in PEFT: the mapping of
-            `transformers.models.auto.modeling_auto` with the model classes.
-        task_classes: ends of the names of task classes whose heads `from_static` reads.
+        peft_classes: for tasks without a name in PEFT: the mapping of model classes in
+            `transformers.models.auto.modeling_auto`.
+        task_classes: name endings of the task classes whose heads `from_static` reads.
         count_field: the field with the number of labels, if there is one.
-        token_places: arguments of the model's `forward` that are positions of tokens.
+        token_places: arguments of the model's `forward` that are token positions.
         label2id: names of the labels → their numbers; None without labels.
     """
 
@@ -84,7 +84,7 @@ class HeadConfig(Config):
     label2id: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field, and number the labels that have no names."""
+        """Check every field, and number labels without names."""
         super().__post_init__()
         if (count := self.label_count) is not None:
             names = checked(type(self).__name__, self.label2id, count)
@@ -97,7 +97,7 @@ class HeadConfig(Config):
 
     @abstractmethod
     def build(self, backbone: Backbone) -> PredictionHead:
-        """Return a fresh head on the backbone's device and of its dtype.
+        """Return a new head on the backbone's device and in its dtype.
 
         Raises:
             ConfigError: a value does not fit the backbone.
@@ -110,7 +110,7 @@ class HeadConfig(Config):
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of a task class as a head of this type; None if another type fits.
+        """Return the head of a task class as a head of this type; None if another type should.
 
         Args:
             static: the facts about the head of a class in `task_classes`.
@@ -129,28 +129,28 @@ class HeadConfig(Config):
 
     @property
     def problem_type(self) -> str | None:
-        """The kind of labels, as in a transformers config; None if it has no name for it."""
+        """The kind of labels, as in a transformers config; None without a name there."""
         return None
 
     @property
     def loss_type(self) -> str | None:
-        """The name of the loss in transformers; `Trainer` derives from it that labels shift."""
+        """The name of the loss in transformers, from which `Trainer` learns that labels shift."""
         return None
 
     # --- inputs and labels ---
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
-        """Convert the arguments of the base model to the form that the head needs, in place.
+        """Convert the base model's arguments to the form that the head needs, in place.
 
         Args:
             inputs: arguments of the base model's `forward`.
         """
 
     def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels for a head, several stacked along dimension 1; None without any.
+        """Return the labels for a head, stacked along dimension 1 if several; None without any.
 
         Args:
-            name: of the head; an argument may be a dict from names of heads to labels.
+            name: the head's name; an argument may be a dict from names of heads to labels.
             given: arguments of the model's `forward`.
 
         Raises:
@@ -165,7 +165,7 @@ class HeadConfig(Config):
                 found[argument] = value
         if missing := [n for n in self.label_names if n not in found] if found else []:
             raise ConfigError(
-                f"forward({', '.join(f'{n}=…' for n in found)}): the head {name!r} needs also "
+                f"forward({', '.join(f'{n}=…' for n in found)}): the head {name!r} also needs "
                 f"{listing(missing)}. Write all of them or none."
             )
         labels = [*found.values()]
@@ -176,11 +176,11 @@ class HeadConfig(Config):
         return torch.stack(flat, dim=1)  # [batch, arguments, …]
 
     def mask_labels(self, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the labels, −100 at the tokens that do not count.
+        """Return the labels, with −100 at the tokens that do not count.
 
         Args:
             labels: as `find_labels` returns them.
-            mask: `[batch, tokens]`, 1 at the tokens that count; None when all do.
+            mask: `[batch, tokens]`, 1 at the tokens that count; None if all do.
         """
         if not self.token_labels or mask is None or mask.shape != labels.shape:
             return labels
@@ -191,7 +191,7 @@ class HeadConfig(Config):
         return labels
 
     def ties_output(self, model_ties: bool) -> bool:
-        """Return whether the last layer of the head is the input embedding.
+        """Return whether the head's last layer is the input embedding.
 
         Args:
             model_ties: whether the model's config ties the two; a head's `tie_word_embeddings`
@@ -204,19 +204,19 @@ class HeadConfig(Config):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        # AdapterHub's files have either
+        # AdapterHub's files have one or the other
         id2label = fields.pop("id2label", None)
         return super()._from_fields(
             fields if id2label is None else {**fields, "label2id": labels_from(id2label)}
         )
 
     def replace(self, **changes: Any) -> Self:
-        """Return the same config with some fields changed.
+        """Return a copy of the config with some fields changed.
 
         Generated label names are generated again if their count changes.
 
         Raises:
-            ConfigError: a field is unknown, or a value is not legal.
+            ConfigError: a field is unknown, or a value is invalid.
         """
         count = self.label_count
         if self.count_field in changes and count is not None and self.label2id == numbered(count):
@@ -228,14 +228,14 @@ class PredictionHead(Head):
     """Base of the heads that a model can hold by name.
 
     Attributes:
-        config: from which it was built; saved with it.
-        pooling: how a sequence is reduced to one vector; decides which hidden states and which
-            mask `forward` gets. None for heads on tokens.
+        config: the config from which it was built; saved with it.
+        pooling: how a sequence is reduced to one vector; it determines the hidden states and the
+            mask that `forward` gets. None for heads on tokens.
         has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
-            the last layer, with which invertible adapters undo their change of the embeddings.
+            the last layer, by which invertible adapters undo their change of the embeddings.
         averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
-        calls_base: whether `answer` makes the arguments of the base model itself.
-        output_path: of the linear layer onto the vocabulary; None without one.
+        calls_base: whether `answer` itself builds the base model's arguments.
+        output_path: path of the linear layer onto the vocabulary; None without one.
     """
 
     has_exit: ClassVar[bool] = False
@@ -244,10 +244,10 @@ class PredictionHead(Head):
     output_path: str | None = None
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
-        """Keep the config.
+        """Store the config.
 
         Args:
-            config: from which it is built.
+            config: the config from which it is built.
             pooling: resolved, never "auto".
         """
         super().__init__()
@@ -255,11 +255,11 @@ class PredictionHead(Head):
         self.pooling = pooling
 
     def answer(self, call: Any) -> Any:
-        """Return the output of the task, with the loss if there are labels.
+        """Return the task's output, with the loss if there are labels.
 
         Args:
-            call: of the model, with `name` of the head; `given`, labels and other arguments by
-                name; `base`, the base model, which returns its outputs if it has run already;
+            call: the model's call, with the `name` of the head; `given`, labels and other arguments
+                by name; `base`, a function that returns the base model's outputs, computed once;
                 `features(pooling)`, hidden states and mask; `at_exit`, the inverse of the
                 invertible adapters, or None; `arguments(function)`, those that a function takes;
                 `output(class name, loss, fields)`, an output with the fields of the base model's.
@@ -290,7 +290,7 @@ class PredictionHead(Head):
 
     # --- the layer onto the vocabulary ---
 
-    # version counter of its weight when that was copied from the base model's checkpoint
+    # version counter of its weight when it was copied from the base model's checkpoint
     _taken: int | None = None
 
     @property
@@ -300,18 +300,18 @@ class PredictionHead(Head):
         return None if path is None else cast("nn.Linear", self.get_submodule(path))
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the layer with a row for each token of the vocabulary, None without one."""
+        """Return the layer with a row for each token of the vocabulary; None without one."""
         return self.output_embeddings
 
     @property
     def output_key(self) -> str | None:
-        """The key of that layer's weight in files that may leave it out, None if none may."""
+        """The key of that layer's weight in files that may omit it; None if none may."""
         return None
 
     # not a plain attribute: any change of the weight makes it False
     @property
     def of_checkpoint(self) -> bool:
-        """Whether that layer is known to be unchanged from the base model's checkpoint."""
+        """Whether that layer is known to equal the base model's checkpoint."""
         layer, taken = self.output_embeddings, self._taken
         return layer is not None and taken is not None and taken == layer.weight._version
 
@@ -324,12 +324,12 @@ class PredictionHead(Head):
             self._taken = layer.weight._version
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Forget the origin of the layer: a copy starts with another version counter."""
+        """Forget the layer's origin: a copy starts with another version counter."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         vars(self).pop("_taken", None)
 
     def tie(self, weight: nn.Parameter) -> bool:
-        """Share the weight of the input embedding; return False and do nothing if it does not fit.
+        """Share the weight of the input embedding; if it does not fit, do nothing and return False.
 
         Args:
             weight: `[vocab_size, embedding_size]`.
@@ -345,7 +345,7 @@ class PredictionHead(Head):
         """Replace the output embeddings; without any, do nothing.
 
         Raises:
-            ConfigError: it is not a linear layer.
+            ConfigError: the argument is not a linear layer.
         """
         if self.output_path is None:
             return
@@ -368,7 +368,7 @@ class PredictionHead(Head):
         if bias is not None:
             if bias.shape != layer.bias.shape:
                 layer.bias.grad = None
-            # a task class may hold it a second time
+            # a task class may also hold it under another name
             layer.bias.data = bias
 
     @abstractmethod
@@ -378,12 +378,12 @@ class PredictionHead(Head):
         Args:
             logits: the result of `forward`.
             labels: −100 where a label does not count.
-            count: divides the sum; None: the number of labels of this batch that count. With
+            count: the divisor of the sum; None: the number of labels of this batch that count. With
                 gradient accumulation it is the number over all batches.
         """
 
 
-# far above any published use: they catch typos before memory is allocated
+# far above any published use: these catch typos before memory is allocated
 COUNT = Range(1, 10_000_000)
 LAYERS = Range(1, 64)
 
@@ -394,9 +394,9 @@ class LayersConfig(HeadConfig):
 
     Attributes:
         layers: number of linear layers.
-        activation_function: between them; None: none.
-        dropout_prob: before each; None: that of the model.
-        bias: whether the last layer has one.
+        activation_function: the activation between them; None without one.
+        dropout_prob: dropout before each; None: the model's.
+        bias: whether the last layer has a bias.
     """
 
     layers: int = field(1, LAYERS)
@@ -446,9 +446,9 @@ class LayersHead(PredictionHead):
         """Make the layers.
 
         Args:
-            config: of the head.
+            config: the head's config.
             backbone: the model below.
-            pooling: resolved; None for a head on tokens.
+            pooling: resolved, never "auto"; None for a head on tokens.
         """
         super().__init__(config, pooling)
         dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
@@ -482,14 +482,14 @@ add_methods: Registry[Callable[..., None]] = Registry("method that adds a head")
 
 
 def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
-    """Decorate a declaration: make it a method of all models with named heads.
+    """Decorate a declaration to make it a method of all models with named heads.
 
-    The declaration has a signature and a docstring, and no body. Its arguments are AdapterHub's:
+    The declaration has a signature and a docstring, but no body. Its arguments are AdapterHub's:
     `self`, the model; `head_name`; `overwrite_ok`; `id2label`, if the head has labels; and fields
     of the config.
 
     Args:
-        config: returns the config for the fields.
+        config: a function that returns the config for the fields.
     """
 
     def decorate(declared: _F) -> _F:

@@ -1,9 +1,9 @@
 """Labels among the arguments of `forward`, their names, and the losses that read them.
 
-Losses are float32 or wider, ignore −100, and are finite when no label counts. The range of labels
-is checked on the CPU outside of compiled code, where that is cheap. On other devices a check would
-synchronize, and PyTorch's own device-side assertion catches labels out of range. Dtype and shape
-are always checked.
+Losses are in float32 or wider, ignore −100, and are finite even if no label counts. The range of
+labels is checked on the CPU outside compiled code, where this is cheap. On other devices a check
+would synchronize, and PyTorch's own device-side assertion catches labels out of range. Dtype and
+shape are always checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IGNORED = -100
 Logits: TypeAlias = Tensor | tuple[Tensor, ...]
 """The result of a head's `forward`."""
 Count: TypeAlias = Tensor | int | None
-"""The number of labels that divides a sum of losses; None: that of the batch."""
+"""The number of labels that divides a sum of losses; None: the batch's."""
 
 
 def next_labels(labels: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor
     Args:
         logits: `[*batch, classes]`.
         labels: `[*batch]` integers, with any further dimensions of size 1; −100 does not count.
-        count: divides the sum, instead of the number of labels that count.
+        count: the divisor of the sum, instead of the number of labels that count.
 
     Raises:
         ConfigError: wrong dtype, shape or value of the labels.
@@ -64,7 +64,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) ->
     Args:
         logits: `[batch, classes]`.
         labels: the same shape, from 0 to 1; −100 does not count.
-        count: divides the sum, instead of the number of labels that count.
+        count: the divisor of the sum, instead of the number of labels that count.
 
     Raises:
         ConfigError: wrong shape or value of the labels.
@@ -78,12 +78,12 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) ->
 
 
 def squared_error(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
-    """Return the mean of (logits − labels)²; every value is a target, −100 too.
+    """Return the mean of (logits − labels)²; every value is a target, even −100.
 
     Args:
         logits: `[batch, 1]`.
         labels: `[batch]` or `[batch, 1]`.
-        count: divides the sum, instead of the number of labels.
+        count: the divisor of the sum, instead of the number of labels.
 
     Raises:
         ConfigError: wrong shape of the labels.
@@ -99,11 +99,11 @@ def check_range(labels: Tensor, low: int, high: int) -> None:
     """Check that the labels that count lie within `low ≤ label ≤ high`, on the CPU.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a label does not.
     """
     if torch.compiler.is_compiling() or labels.device.type != "cpu":
         return
-    # not (low ≤ label ≤ high): NaN is wrong too
+    # not (low ≤ label ≤ high): NaN is also wrong
     wrong = ~((labels >= low) & (labels <= high)) & (labels != IGNORED)
     if bool(wrong.any()):
         raise ConfigError(
@@ -145,7 +145,7 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
     """Return the checked names of the labels; generated ones for None.
 
     Args:
-        kind: of the config, for the message.
+        kind: the config's kind, for the message.
         label2id: names → class numbers; a class may lack a name.
         count: number of classes.
 
@@ -169,13 +169,13 @@ def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
     """Return names → class numbers from class numbers → names; None for None.
 
     Raises:
-        ConfigError: it is not such a mapping, or a name occurs twice.
+        ConfigError: the argument is not such a mapping, or a name occurs twice.
     """
     if id2label is None:
         return None
     given = id2label if isinstance(id2label, Mapping) else {}
     try:
-        # numbers are strings in JSON
+        # JSON has strings for numbers
         label2id = {str(label): int(number) for number, label in given.items()}
     except (TypeError, ValueError):
         label2id = {}

@@ -1,7 +1,7 @@
 """The heads of transformers' own task classes, as head types read them.
 
 A task class such as `BertForSequenceClassification` is a base model and a few tensors. The end of
-its name gives the task, and the names and shapes of the tensors give the layers. Tables give the
+its name gives the task, and the tensors' names and shapes give the layers. Tables give the
 activations between layers and the pooled tokens.
 """
 
@@ -21,12 +21,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 _DENSE = re.compile(r"(^|\.)(dense|pre_classifier|vocab_transform|summary)$")
 _NORM = re.compile(r"norm$", re.IGNORECASE)
 
-# model types whose classes for sequences choose the tokens with global attention themselves
+# model types whose sequence classifiers choose the tokens with global attention themselves
 _GLOBAL_ATTENTION = frozenset({"longformer"})
 
 
 class InexpressibleError(Exception):
-    """A static head has no equivalent among named heads; the message gives the reason."""
+    """A static head without an equivalent among named heads; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class StaticHead:
     """A static head as a named one.
 
     Attributes:
-        config: of the named head.
+        config: config of the named head.
         keys: names of the static head's tensors → those of the named head; tensors that the
-            static head shares have one name there.
+            static head shares have the same name there.
     """
 
     config: Config
@@ -48,9 +48,9 @@ class Static:
     """The facts about a static head.
 
     Attributes:
-        task: the end of the class's name.
-        tensors: names and shapes of all tensors but the base model's.
-        config: dict of the transformers config, with the fields of its text part on top.
+        task: the ending of the class's name.
+        tensors: names and shapes of all tensors except the base model's.
+        config: the transformers config as a dict, overridden by the fields of its text part.
         backbone: the base model.
         pooler: whether the base model's checkpoint has a pooler.
     """
@@ -85,7 +85,7 @@ class Static:
         """Return the names of tensors in a named head.
 
         Args:
-            places: paths of modules to their numbers there; None for a module that is missing.
+            places: paths of modules → their numbers there; None for a missing module.
         """
         found: dict[str, str] = {}
         for path, place in places.items():
@@ -95,10 +95,10 @@ class Static:
         return found
 
     def linears(self) -> tuple[str, str | None, dict[str, str]]:
-        """Return the last layer, the one before it if any, and the tensors' names in a named head.
+        """Return the last layer, the one before it, if any, and the tensors' names in a named head.
 
         Raises:
-            InexpressibleError: it has other layers.
+            InexpressibleError: the head has other layers.
         """
         out, dense = self.module("output"), self.module("dense")
         if out is None:
@@ -126,7 +126,7 @@ class Static:
         return out, keys
 
     def refuse_unused(self, keys: Mapping[str, str]) -> None:
-        """Raise if a tensor is not among the keys.
+        """Check that all tensors are among the keys.
 
         Raises:
             InexpressibleError: the use of a tensor is unknown.
@@ -135,16 +135,16 @@ class Static:
             raise InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
 
     def refuse_other_inputs(self) -> None:
-        """Raise if the class gives the base model other inputs than it gets.
+        """Check that the class passes its inputs unchanged to the base model.
 
         Raises:
-            InexpressibleError: it does.
+            InexpressibleError: it changes them.
         """
         if self.config.get("model_type") in _GLOBAL_ATTENTION:
             raise InexpressibleError("it chooses the tokens with global attention")
 
     def dropout(self, *names: str) -> float | None:
-        """Return the dropout before the layers; None if it is the model's own.
+        """Return the dropout before the layers; None for the model's own.
 
         Args:
             names: fields of the config to look at first.
@@ -193,12 +193,12 @@ def activation_after(dense: str, config: Mapping[str, Any]) -> str:
     """Return the activation after a head's layer, by its path and the transformers config.
 
     Raises:
-        InexpressibleError: it is unknown.
+        InexpressibleError: the activation is unknown.
     """
     named = _ACTIVATIONS.get(dense)
     found = named(config) if named is not None else None
     if not isinstance(found, str):
-        raise InexpressibleError(f"the activation behind {dense} is unknown")
+        raise InexpressibleError(f"the activation after {dense} is unknown")
     return found
 
 

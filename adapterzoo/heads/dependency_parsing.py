@@ -5,7 +5,7 @@ arc[i, j] = [x_i; 1]ᵀ U y_j,  rel[i, j, l] = [x_i; 1]ᵀ V_l [y_j; 1], with x_
 of word i, and y the first token, which represents the root, then the words.
 
 Differs from AdapterHub: word starts of 0 or less are padding and labels below 0 do not count,
-whatever the padding token's number is (AdapterHub compares both with it); a word without tokens is
+whatever the id of the padding token (AdapterHub compares both with it); a word without tokens is
 zero (AdapterHub: NaN).
 """
 
@@ -28,7 +28,7 @@ from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 @head_types.register("dependency_parsing")
 @config_class
 class DependencyParsingConfig(HeadConfig):
-    """A head that gives each word its head and one of `num_labels` relations.
+    """A head that assigns each word its head and one of `num_labels` relations.
 
     Attributes:
         num_labels: number of relations.
@@ -43,7 +43,7 @@ class DependencyParsingConfig(HeadConfig):
     num_labels: int = field(2, Range(1, 100_000))
 
     def build(self, backbone: Backbone) -> DependencyParsingHead:
-        """Return a fresh head; its scores are 0 until it is trained."""
+        """Return a new head; its scores are 0 until it is trained."""
         return DependencyParsingHead(self, backbone)
 
 
@@ -55,7 +55,7 @@ class Biaffine(nn.Module):
 
         Args:
             backbone: the model below.
-            outputs: scores for each pair.
+            outputs: number of scores for each pair.
             bias_y: whether a 1 is appended to `y`.
         """
         super().__init__()
@@ -101,7 +101,7 @@ class DependencyParsingHead(PredictionHead):
                 then the token after the last word; 0 or less is padding.
 
         Raises:
-            ConfigError: there are no word starts.
+            ConfigError: the word starts are missing.
         """
         if word_starts is None:
             raise ConfigError("word_starts is missing. Write model(…, word_starts=…).")
@@ -113,13 +113,13 @@ class DependencyParsingHead(PredictionHead):
         return rels, arcs
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
-        """Return the cross entropy of the arcs plus that of the relations at the right arcs.
+        """Return the cross entropy of the arcs plus that of the relations at the true arcs.
 
         Args:
-            logits: of relations and arcs, as `forward` gives them.
+            logits: logits of relations and arcs, as `forward` gives them.
             labels: `[batch, 2, tokens]`: for each word the column of its head, and its relation;
                 values below 0 do not count.
-            count: divides each sum, instead of the number of words that count.
+            count: the divisor of each sum, instead of the number of words that count.
 
         Raises:
             ConfigError: wrong dtype, shape or value of the labels.
@@ -130,7 +130,7 @@ class DependencyParsingHead(PredictionHead):
         heads, kinds = gold.unbind(dim=1)
         loss = cross_entropy(arcs, heads, count)
         check_range(kinds, 0, self.config.num_labels - 1)
-        # the relations to the right head of each word
+        # the relations to the true head of each word
         index = heads.clamp(min=0)[..., None, None]  # [batch, words, 1, 1]
         index = index.expand(-1, -1, 1, rels.shape[-1])  # [batch, words, 1, labels]
         chosen = rels.gather(2, index).squeeze(2)  # [batch, words, labels]
@@ -142,7 +142,7 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
 
     Args:
         hidden: `[batch, tokens, d_model]`.
-        word_starts: as `DependencyParsingHead.forward` takes them.
+        word_starts: as in `DependencyParsingHead.forward`.
     """
     tokens = hidden.shape[1]
     starts = word_starts.to(hidden.device)

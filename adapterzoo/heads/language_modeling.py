@@ -1,11 +1,11 @@
 """Heads that predict the next or a masked token: causal, masked and sequence-to-sequence LMs.
 
-features = norm(act(W · hidden + b)), once for each layer but the last, from hidden · hidden_scale;
+features = norm(act(W · hidden + b)), once for each layer but the last, on hidden · hidden_scale;
 logits = (E · features + b) · logit_scale / logit_divisor, capped by c·tanh(·/c).
-E is the input embedding where the model ties them.
+E is the input embedding if the model ties them.
 
 Differs from AdapterHub: the scales, the cap and the added bias that T5, Gemma, Cohere, Granite and
-BART use, so that these heads equal those models bit for bit.
+BART use, so these heads equal those models bit for bit.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class LMConfig(HeadConfig):
     """Configs of language modeling heads.
 
     Attributes:
-        vocab_size: number of tokens; None: that of the model.
+        vocab_size: number of tokens; None: the model's.
         layers: number of linear layers, including the one onto the vocabulary.
-        activation_function: after each layer but the last; None: none.
+        activation_function: the activation after each layer but the last; None without one.
         layer_norm: whether a norm follows each layer but the last.
-        bias: whether the last layer has one.
+        bias: whether the last layer has a bias.
         shift_labels: whether the logits at t − 1 predict the token at t.
-        hidden_scale: factor of the hidden states; None: that of the model.
+        hidden_scale: factor of the hidden states; None: the model's.
         logit_scale: factor of the logits.
-        logit_divisor: divides the logits.
+        logit_divisor: divisor of the logits.
         logit_softcap: c in c·tanh(logits / c), which bounds the logits.
-        added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
-        dense_bias: whether the layers but the last have one.
-        norm_bias: whether the norms have one.
-        layer_norm_eps: of the norms; None: that of the model.
+        added_bias: whether a constant, untrained `final_logits_bias` is added to the logits.
+        dense_bias: whether the layers before the last have a bias.
+        norm_bias: whether the norms have a bias.
+        layer_norm_eps: epsilon of the norms; None: that of the model.
         tie_word_embeddings: whether the last layer is the input embedding; False: it has its own
             weight even if the model ties the two; None: as in the model's config.
     """
@@ -76,7 +76,7 @@ class LMConfig(HeadConfig):
 
     @property
     def loss_type(self) -> str | None:
-        """That of causal language models if the labels shift."""
+        """The loss of causal language models if the labels shift."""
         return "ForCausalLM" if self.shift_labels else None
 
     def shift(self, labels: Tensor) -> Tensor:
@@ -90,12 +90,12 @@ class LMConfig(HeadConfig):
         return StaticHead(cls(**fields), keys)
 
     def build(self, backbone: Backbone) -> LMHead:
-        """Return a fresh head, not yet tied."""
+        """Return a new head, not yet tied."""
         return LMHead(self, backbone)
 
 
 class LMHead(PredictionHead):
-    """Layers on each token, the last onto the vocabulary; children numbered in their order."""
+    """Layers on each token, the last onto the vocabulary; children are numbered in order."""
 
     config: LMConfig
     has_exit: ClassVar[bool] = True
@@ -105,7 +105,7 @@ class LMHead(PredictionHead):
         """Make the layers.
 
         Args:
-            config: of the head; some types have an `embedding_size` and a `dropout_prob`.
+            config: the head's config; some types have an `embedding_size` and a `dropout_prob`.
             backbone: the model below.
 
         Raises:
@@ -196,7 +196,7 @@ class LMHead(PredictionHead):
             self.final_logits_bias = F.pad(old, (0, rows - old.shape[-1]))  # [1, vocab_size]
 
 
-# classes that generate, with an encoder or without one
+# classes that generate, with or without an encoder
 _CONDITIONAL = ("ForConditionalGeneration", "MTModel")
 
 
@@ -206,8 +206,8 @@ class CausalLMConfig(LMConfig):
     """A head that predicts the next token.
 
     Attributes:
-        embedding_size: features before the last layer; None for those of the model.
-        dropout_prob: before the last layer; None for none.
+        embedding_size: features before the last layer; None for the model's.
+        dropout_prob: dropout before the last layer; None for none.
     """
 
     head_type: ClassVar[str] = "causal_lm"
@@ -238,7 +238,7 @@ class MaskedLMConfig(LMConfig):
     """A head that predicts masked tokens.
 
     Attributes:
-        embedding_size: features before the last layer; None for those of the model.
+        embedding_size: features before the last layer; None for the model's.
     """
 
     head_type: ClassVar[str] = "masked_lm"
@@ -270,7 +270,7 @@ class Seq2SeqLMConfig(LMConfig):
         return super().from_static(static) if static.backbone.encoder_decoder else None
 
     def build(self, backbone: Backbone) -> LMHead:
-        """Return a fresh head, not yet tied.
+        """Return a new head, not yet tied.
 
         Raises:
             ConfigError: the model has no decoder above an encoder.
@@ -313,12 +313,12 @@ def add_seq2seq_lm_head(
     """Add a head that predicts a decoder's next token, on encoder–decoder models."""
 
 
-# config fields that change logits in ways that no head type here has
+# config fields that change logits in ways that no head type here supports
 _STRANGE = (
     "dim_model_base", "embedding_rank", "logits_mup_width_multiplier", "output_multiplier",
     "softcap", "unpadded_vocab_size", "use_predict_layer",
 )  # fmt: skip
-# names of the bound of logits
+# names of the bound on logits
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -326,18 +326,18 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of a head config, and the names of the tensors in a named head.
 
     Raises:
-        InexpressibleError: the head has layers or factors that no head type here has.
+        InexpressibleError: the head has layers or factors that no head type here supports.
     """
     config = static.config
     if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
         raise InexpressibleError(f"its config has {strange[0]}={config[strange[0]]!r}")
     out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
     if norm is not None and dense is None:
-        raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
+        raise InexpressibleError(f"it has the norm {norm} without a layer before it")
     # dense 0, activation 1, norm 2, then the output
     places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
     keys = static.keys_at(places)
-    # BERT and RoBERTa store the bias of the output layer beside it
+    # BERT and RoBERTa store the output layer's bias next to it
     lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
     keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))
     added = "final_logits_bias" in static.tensors
@@ -361,7 +361,7 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
         "logit_softcap": next((config[name] for name in _SOFTCAPS if config.get(name)), None),
     }
     if out is None and not config.get("tie_word_embeddings"):
-        # the config of the whole model ties it, that of its text part does not
+        # the config of the whole model ties it, the config of its text part does not
         fields["tie_word_embeddings"] = True
     if dense is not None:
         fields["activation_function"] = activation_after(dense, config)

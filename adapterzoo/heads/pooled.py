@@ -1,4 +1,4 @@
-"""Heads on one pooled vector per sequence: classes of texts and images, and multiple choice.
+"""Heads on one pooled vector per sequence: classification of texts and images, and multiple choice.
 
 logits = W_n · act(… act(W_1 · pool(hidden) + b_1) …) + b_n, dropout before each W.
 
@@ -55,7 +55,7 @@ class PooledConfig(LayersConfig):
         return backbone.pooling if self.pooling == "auto" else self.pooling
 
     def build(self, backbone: Backbone) -> PooledHead:
-        """Return a fresh head."""
+        """Return a new head."""
         return PooledHead(self, backbone)
 
     @property
@@ -103,7 +103,7 @@ class PooledConfig(LayersConfig):
         """Return the pooling of a static head without inner layers; None if its layers imply it.
 
         Raises:
-            InexpressibleError: it is not known.
+            InexpressibleError: the pooling is unknown.
         """
         return None
 
@@ -154,7 +154,7 @@ def is_multilabel(static: Static) -> bool:
 @head_types.register("classification")
 @config_class
 class ClassificationConfig(PooledConfig):
-    """A head that gives each sequence one of `num_labels` classes; with one label, a number."""
+    """A head that assigns each sequence one of `num_labels` classes, or a number with one label."""
 
     head_type: ClassVar[str] = "classification"
     output_class: ClassVar[str] = "SequenceClassifierOutput"
@@ -175,7 +175,7 @@ class ClassificationConfig(PooledConfig):
 @head_types.register("multilabel_classification")
 @config_class
 class MultilabelClassificationConfig(ClassificationConfig):
-    """A head that gives a yes or no for each of `num_labels` labels."""
+    """A head that predicts a yes or no for each of `num_labels` labels."""
 
     head_type: ClassVar[str] = "multilabel_classification"
 
@@ -206,19 +206,19 @@ def add_classification_head(
 
     Args:
         self: the model.
-        head_name: of the new head.
+        head_name: name of the new head.
         num_labels: number of classes; 1 for a number instead (regression).
         layers: number of linear layers.
-        activation_function: between them; None: none.
+        activation_function: the activation between them; None without one.
         overwrite_ok: whether a head of that name may be replaced.
         multilabel: whether each class is a separate yes or no.
         id2label: names of the classes.
         use_pooler: whether to use the model's own pooled output.
-        pooling: the tokens that represent the sequence; "auto": as in the model's family.
+        pooling: the tokens that represent the sequence; "auto": as usual in the model's family.
     """
 
 
-# pooling before the single layer → types of models
+# pooling before the single layer → model types
 _POOLED = {
     "cls": "deit pvt vit vit_msn",
     "mean": "ijepa levit",
@@ -232,7 +232,7 @@ _POOLED = {
 @head_types.register("image_classification")
 @config_class
 class ImageClassificationConfig(PooledConfig):
-    """A head that gives images a class; with `multilabel`, a yes or no for each class."""
+    """A head that classifies images; with `multilabel`, a yes or no for each class."""
 
     head_type: ClassVar[str] = "image_classification"
     output_class: ClassVar[str] = "ImageClassifierOutput"
@@ -246,7 +246,7 @@ class ImageClassificationConfig(PooledConfig):
 
     @property
     def problem_type(self) -> str:
-        """As for text; with a single label, a regression."""
+        """Like for text; with a single label, a regression."""
         several = self.multilabel and self.num_labels > 1
         return "multi_label_classification" if several else super().problem_type
 
@@ -255,7 +255,7 @@ class ImageClassificationConfig(PooledConfig):
         """Return the pooling before the single layer of an image classifier.
 
         Raises:
-            InexpressibleError: it is unknown.
+            InexpressibleError: the pooling is unknown.
         """
         model_type = str(static.config.get("model_type"))
         found = next((p for p, types in _POOLED.items() if model_type in types.split()), None)
@@ -282,17 +282,17 @@ def add_image_classification_head(
     use_pooler: bool = False,
     pooling: Pooling = "auto",
 ) -> None:
-    """Add a head that classifies images; arguments as in `add_classification_head`."""
+    """Add a head that classifies images; the arguments are those of `add_classification_head`."""
 
 
-# arguments of the base model with one row for each sequence
+# arguments of the base model with one row per sequence
 _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 @head_types.register("multiple_choice")
 @config_class
 class MultipleChoiceConfig(PooledConfig):
-    """A head that chooses the best of `num_choices` sequences, each scored by itself."""
+    """A head that chooses the best of `num_choices` sequences, each scored separately."""
 
     head_type: ClassVar[str] = "multiple_choice"
     output_class: ClassVar[str] = "MultipleChoiceModelOutput"
@@ -304,7 +304,7 @@ class MultipleChoiceConfig(PooledConfig):
 
     @property
     def d_out(self) -> int:
-        """One score for each sequence."""
+        """One score per sequence."""
         return 1
 
     @property
@@ -320,12 +320,12 @@ class MultipleChoiceConfig(PooledConfig):
                 inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
 
     def build(self, backbone: Backbone) -> MultipleChoiceHead:
-        """Return a fresh head."""
+        """Return a new head."""
         return MultipleChoiceHead(self, backbone)
 
     @classmethod
     def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
-        """Return as many choices as the config has labels; 2 if it has none."""
+        """Return the number of labels in the config as the number of choices; 2 without labels."""
         return {"num_choices": len(static.config.get("id2label") or (0, 1))}
 
 
@@ -361,10 +361,10 @@ def add_multiple_choice_head(
 
     Args:
         self: the model.
-        head_name: of the new head.
+        head_name: name of the new head.
         num_choices: number of sequences to choose from.
-        layers: as of `add_classification_head`, like the rest.
-        activation_function: between the layers.
+        layers: as in `add_classification_head`, like the rest.
+        activation_function: the activation between the layers.
         overwrite_ok: whether a head of that name may be replaced.
         id2label: names of the choices.
         use_pooler: whether to use the model's own pooled output.

@@ -1,7 +1,7 @@
-"""The head of a task class of transformers as it is, where no other type of head equals it.
+"""The unchanged head of a transformers task class, if no other type of head equals it.
 
-output = f(base; x, layers): f, the forward of the task class, computes with the layers of the head
-around the base model of this model, with its own pooling, activations and loss.
+output = f(base; x, layers): f, the forward of the task class, computes with the head's layers
+around this model's base model, with its own pooling, activations and loss.
 
 Differs from AdapterHub: there, such a head works only in the task class itself.
 """
@@ -35,10 +35,10 @@ class StaticConfig(HeadConfig):
 
     Attributes:
         model_class: name of the class in transformers.
-        label_names: arguments of its forward that hold labels.
+        label_names: arguments of its forward with labels.
         num_labels: number of classes; None if its tensors do not depend on it.
-        fields: of the transformers config, where they differ from the model's; None: nowhere.
-        tie_word_embeddings: as of language modeling heads.
+        fields: fields of the transformers config that differ from the model's; None: none differ.
+        tie_word_embeddings: as in language modeling heads.
     """
 
     head_type: ClassVar[str] = STATIC
@@ -54,18 +54,18 @@ class StaticConfig(HeadConfig):
 
     @property
     def problem_type(self) -> str | None:
-        """The kind of labels in the config of the class."""
+        """The kind of labels in the class's config."""
         return cast("str | None", (self.fields or {}).get("problem_type"))
 
     def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels if there is one argument; several differ in what they count."""
+        """Return the labels if there is only one argument; several count different things."""
         return super().find_labels(name, given) if len(self.label_names) == 1 else None
 
     def build(self, backbone: Backbone) -> TaskHead:
-        """Return fresh layers of the class.
+        """Return new layers of the class.
 
         Raises:
-            ConfigError: transformers has no such class, or it has another base model.
+            ConfigError: transformers has no such class, or the class has another base model.
         """
         return cast("TaskHead", cast("Any", backbone.task_head)(self, backbone))
 
@@ -77,9 +77,9 @@ class TaskHead(PredictionHead):
         task_class: the class.
         base_name: the attribute that holds its base model.
         facts: its other attributes.
-        output_path: of the layer onto the vocabulary; None without one.
+        output_path: path of the layer onto the vocabulary; None without one.
         is_tied: whether the class ties that layer to the input embedding.
-        aliases: keys of parameters that are others of this head → the keys of those.
+        aliases: keys of parameters that repeat another one of this head → its key.
     """
 
     averages_itself: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class TaskHead(PredictionHead):
         output_path: str | None,
         is_tied: bool,
     ) -> None:
-        """Take the layers of a model of the class; the other arguments are the attributes."""
+        """Take the layers from a model of the class; the other arguments set attributes."""
         super().__init__(config)
         held = ("_modules", "_parameters", "_buffers")
         self.task_class = type(task)
@@ -114,11 +114,11 @@ class TaskHead(PredictionHead):
         """Return a model of the class with these layers.
 
         Args:
-            base: is its base model; None: it has none.
+            base: its base model; None without one.
         """
         made = self.task_class.__new__(self.task_class)
         children: Any = self._modules if base is None else {**self._modules, self.base_name: base}
-        # a replica of DataParallel has its parameters as plain attributes
+        # a DataParallel replica has its parameters as plain attributes
         copied = vars(self).get("_former_parameters", {})
         vars(made).update(self.facts | copied, training=self.training, _modules=children)
         vars(made).update(_parameters=self._parameters, _buffers=self._buffers)
@@ -128,13 +128,13 @@ class TaskHead(PredictionHead):
         """Return the output of the class, with the loss if there are labels.
 
         Args:
-            base: the base model, as the class calls it.
+            base: the base model, called in place of the class's own.
             inputs: arguments of the forward of the class, with labels if there are any.
         """
         return self.around(base)(**inputs)
 
     def answer(self, call: Any) -> Any:
-        """Return the output of the class."""
+        """Return the class's output."""
         return self(call.base, call.arguments(self.task_class.forward))
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
@@ -148,11 +148,11 @@ class TaskHead(PredictionHead):
         )
 
     def share_again(self) -> None:
-        """Share the parameters again that the class shares."""
+        """Share again the parameters that the class shares."""
         for key, source in self.aliases.items():
             owner, _, name = key.rpartition(".")
             self.get_submodule(owner)._parameters[name] = self.get_parameter(source)
 
     def tie(self, weight: nn.Parameter) -> bool:
-        """Share the weight of the input embedding, if the class does and it fits."""
+        """Share the weight of the input embedding, if the class does so and it fits."""
         return self.is_tied and super().tie(weight)

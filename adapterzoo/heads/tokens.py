@@ -2,9 +2,9 @@
 
 logits = W_n · act(… act(W_1 · hidden + b_1) …) + b_n for each token, dropout before each W.
 Question answering: Devlin et al. 2019, arXiv:1810.04805, §4.2: two scores for each token, the cross
-entropies of the first and of the last token averaged.
+entropies of the first and last token are averaged.
 
-Differs from AdapterHub: `bias` can leave out that of the last layer; positions of answers before or
+Differs from AdapterHub: `bias=False` leaves out the last layer's; positions of answers before or
 after the text do not count (AdapterHub reads negative ones as 0).
 """
 
@@ -24,14 +24,14 @@ from ._base import COUNT, Labels, LayersConfig, LayersHead, adds_head, head_type
 from ._losses import IGNORED, Count, Logits, cross_entropy
 from ._task_classes import InexpressibleError, Static, StaticHead
 
-# encoder–decoders whose token classifiers have the encoder only
+# encoder–decoders whose token classifiers have only the encoder
 _OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
 
 
 @head_types.register("tagging")
 @config_class
 class TaggingConfig(LayersConfig):
-    """A head that gives each token one of `num_labels` classes.
+    """A head that assigns each token one of `num_labels` classes.
 
     Attributes:
         num_labels: number of classes.
@@ -51,7 +51,7 @@ class TaggingConfig(LayersConfig):
         """Return the one layer of a token classifier.
 
         Raises:
-            InexpressibleError: it has more, or reads an encoder below a decoder.
+            InexpressibleError: it has more layers, or reads the encoder below a decoder.
         """
         if static.config.get("model_type") in _OF_ENCODER:
             raise InexpressibleError("it labels the encoder's tokens, named heads the decoder's")
@@ -67,7 +67,7 @@ class TaggingConfig(LayersConfig):
         return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> TaggingHead:
-        """Return a fresh head."""
+        """Return a new head."""
         return TaggingHead(self, backbone)
 
 
@@ -93,13 +93,13 @@ def add_tagging_head(
     overwrite_ok: bool = False,
     id2label: Labels = None,
 ) -> None:
-    """Add a head that classifies tokens; arguments as in `add_classification_head`."""
+    """Add a head that classifies tokens; the arguments are those of `add_classification_head`."""
 
 
 @head_types.register("question_answering")
 @config_class
 class QuestionAnsweringConfig(LayersConfig):
-    """A head that gives each token a score as the first and one as the last of the answer.
+    """A head that scores each token as the first and as the last one of the answer.
 
     Attributes:
         num_labels: 2, the two scores.
@@ -138,19 +138,19 @@ class QuestionAnsweringConfig(LayersConfig):
         return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
-        """Return a fresh head."""
+        """Return a new head."""
         return QuestionAnsweringHead(self, backbone)
 
 
 class QuestionAnsweringHead(LayersHead):
-    """Layers on each token, two features after the last."""
+    """Layers on each token, the last with two features."""
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the scores as first and as last token, `[batch, tokens]` each.
+        """Return the scores as first and last token, `[batch, tokens]` each.
 
         Args:
             hidden: `[batch, tokens, d_model]`.
-            mask: not used; padding is scored too, as in transformers.
+            mask: not used; padding is also scored, as in transformers.
         """
         start, end = self.score(hidden).unbind(dim=-1)
         return start.contiguous(), end.contiguous()
@@ -159,9 +159,9 @@ class QuestionAnsweringHead(LayersHead):
         """Return the mean of the two cross entropies.
 
         Args:
-            logits: of the first and of the last token, `[batch, tokens]` each.
+            logits: logits of the first and of the last token, `[batch, tokens]` each.
             labels: `[batch, 2]`, first and last positions; those outside the text do not count.
-            count: divides each sum, instead of the number of positions that count.
+            count: the divisor of each sum, instead of the number of positions that count.
 
         Raises:
             ConfigError: wrong dtype or shape of the labels.

@@ -33,7 +33,7 @@ def resolve(
 ) -> Path:
     """Return the folder of an adapter; download it to the cache if it is on the Hub.
 
-    Only the files of an adapter are downloaded. If the Hub cannot be reached, the cached files are
+    Only an adapter's files are downloaded. If the Hub cannot be reached, the cached files are
     used. With `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
@@ -42,9 +42,9 @@ def resolve(
         revision: branch, tag or commit; None: the default branch.
         source: `"hf"`: the Hub, even if a folder of that name exists; `"ah"`: an old id; None: a
             folder first, then the Hub, then an old id.
-        cache_dir: of `huggingface_hub`; None: its default.
+        cache_dir: cache folder of `huggingface_hub`; None: its default.
         token: a token, True for the stored one, False for none; None: the stored one if any.
-        local_files_only: whether to use the cache only.
+        local_files_only: whether to use only the cache.
         force_download: whether to download cached files again.
         model_name: for old ids, the base model's name on the Hub.
         config: for old ids, the config of the adapter; None: the usual one.
@@ -92,7 +92,7 @@ def resolve_setup(
     """Return the folder of an adapter setup; download it to the cache if it is on the Hub.
 
     A setup is a composition with its adapters, fusions and heads: a folder with sub-folders.
-    Arguments are those of `resolve`, without old ids.
+    The arguments are those of `resolve`, without old ids.
 
     Raises:
         HubError: the files cannot be downloaded.
@@ -120,7 +120,7 @@ def resolve_file(
 ) -> Path:
     """Return the path of one file of an adapter; download it to the cache if it is on the Hub.
 
-    `file` is its name; the other arguments are those of `resolve`, without old ids.
+    `file` is the file's name; the other arguments are those of `resolve`, without old ids.
 
     Raises:
         HubError: the file cannot be downloaded.
@@ -139,7 +139,7 @@ def only_commit(model_name: str) -> str | None:
     """Return the commit of a model in the cache of `huggingface_hub`, if there is only one.
 
     Args:
-        model_name: on the Hub; of a local folder no commit is known.
+        model_name: its name on the Hub; a local folder has no known commit.
     """
     if not is_public_name(model_name):
         return None
@@ -152,7 +152,7 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
     """Return the folder of an adapter on the Hub; the options are those of `_download`.
 
     Raises:
-        HubError: it cannot be downloaded, or has no adapter.
+        HubError: the folder cannot be downloaded, or has no adapter.
     """
     folder = _download(ref, KNOWN_FILES, **options)
     there = [name for name in KNOWN_FILES if (folder / name).is_file()]
@@ -165,7 +165,7 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
 
 
 def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:
-    """Return the folder in the cache, with those of the files that the repository has."""
+    """Return the folder in the cache, with whichever of the files the repository has."""
     with asking(repr(ref.repo_id), options["token"]):
         folder = snapshot_download(
             ref.repo_id,

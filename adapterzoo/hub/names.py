@@ -1,4 +1,4 @@
-"""What a name given to `load_adapter` refers to, and which files of a folder are an adapter's."""
+"""Resolution of names given to `load_adapter`, and the files of an adapter in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 
 # of each pair the first existing file is used: safetensors cannot hold code; the first file of a
-# group is the native one, which has the config in it
+# group is the native one, which includes the config
 _WEIGHTS = {
     ADAPTER_CONFIG: (
         ("adapter.safetensors", "pytorch_adapter.bin"),
@@ -34,7 +34,7 @@ _WEIGHTS = {
 }
 _PAIRS = [pair for pairs in _WEIGHTS.values() for pair in pairs]
 _CONFIGS = (*_WEIGHTS, "adapter_interface.json")
-# every name that a file of an adapter may have
+# every possible name of an adapter's file
 KNOWN_FILES = [*(name for pair in _PAIRS for name in pair), *_CONFIGS]
 
 
@@ -44,7 +44,7 @@ class RepoRef:
 
     Attributes:
         repo_id: `user/repository`.
-        subfolder: path in it with slashes; empty for its root.
+        subfolder: path in the repository, with slashes; empty for its root.
     """
 
     repo_id: str
@@ -58,17 +58,17 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
     the folder `a/b` of a repository.
 
     Args:
-        name: a path object is always a path.
-        source: `"hf"`: the Hub, even if there is such a folder.
+        name: the name; a path object is always a path.
+        source: `"hf"`: the Hub, even if such a folder exists.
 
     Raises:
         CheckpointError: there is no such folder, and the name cannot be on the Hub.
         ConfigError: the source is unknown.
-        HubError: `source="hf"`, and the Hub cannot have a repository of this name.
+        HubError: `source="hf"`, but the Hub cannot have a repository of this name.
     """
     if source not in ("hf", None):
         raise ConfigError(f"source={source!r} is not 'hf' (the Hub), 'ah' (an old id) or None.")
-    # unlike Path.exists, os.access does not raise if a name is too long or a parent not accessible
+    # unlike Path.exists, os.access does not raise if a name is too long or a parent inaccessible
     is_here = os.access(name, os.F_OK)
     if source is None and is_here and Path(name).is_dir():
         return Path(name)
@@ -91,9 +91,9 @@ _PINNED = re.compile(r"(?P<name>.+)@(?P<fingerprint>[0-9a-fA-F]{8,64})", re.DOTA
 def pinned(
     name: str | os.PathLike[str],
 ) -> tuple[str | os.PathLike[str], str | None]:
-    """Return a name without `@fingerprint` at its end, and the fingerprint; None without one.
+    """Return a name without a trailing `@fingerprint`, and the fingerprint, None without one.
 
-    A folder that is called so takes precedence. Neither a repository of the Hub nor the last part
+    A folder with the whole name takes precedence. Neither a repository of the Hub nor the last part
     of an old id, the name of an organization, can be mistaken for one.
 
     Args:
@@ -117,7 +117,7 @@ def is_public_name(name: object) -> bool:
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Return the files of a folder that are an adapter's: weights, then configs.
+    """Return an adapter's files in a folder: weights, then configs.
 
     Returns:
         Nothing if the folder has no weights.
@@ -128,7 +128,7 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 
 def is_complete(names: Iterable[str]) -> bool:
-    """Return whether a folder has weights, and each of its weights and configs has the other."""
+    """Return whether a folder has weights, and each weights file has its config and vice versa."""
     there = set(names)
     parts = [
         (config in there, any(there & {*pair} for pair in pairs), pairs[0][0] in there)

@@ -1,7 +1,7 @@
 """Ids of AdapterHub's own repository, such as `sentiment/sst-2@ukp`.
 
 That repository is closed, and its adapters are in repositories `AdapterHub/<name>` of the Hub. An
-index for each base model, the one that `adapters` reads, tells the name:
+index for each base model, which `adapters` also reads, gives the name:
 
     {task: {dataset: {"default": address, config's hash: {"default": address,
                                                           "versions": {organization: address}}}}}
@@ -41,7 +41,7 @@ _OLD_ID = re.compile(
 
 
 def is_old_id(name: object) -> bool:
-    """Return whether a name can only be an old id: it has "@" and an organization."""
+    """Return whether a name can only be an old id, with "@" and an organization."""
     return isinstance(name, str) and "@" in name and bool(_OLD_ID.fullmatch(name.strip()))
 
 
@@ -52,10 +52,10 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
         old_id: `task/dataset@organization`, `task/dataset`, `dataset@organization`, or
             `@organization/name`, which needs no index.
         model_name: the base model, as the Hub names it.
-        config: of the adapter: a config, its string or its dict; None: the usual one.
+        config: the adapter's config, or its string or dict; None: the usual one.
 
     Raises:
-        ConfigError: the config is not legal.
+        ConfigError: the config is invalid.
         HubError: the index cannot be read, has no such adapter, or has several.
     """
     match = _OLD_ID.fullmatch(old_id.strip())
@@ -65,7 +65,7 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
         return f"{OWNER}/{match['name'].partition('.')[0]}"
     address = _address(old_id, match, _index(model_name), config)
     found = f"{OWNER}/{address.rpartition('/')[2].partition('.')[0]}"
-    _LOG.warning("%r is the repository %r of the Hub now. Write that name.", old_id, found)
+    _LOG.warning("%r is now the repository %r of the Hub. Write that name.", old_id, found)
     return found
 
 
@@ -90,7 +90,7 @@ def _index(model_name: str | None) -> Mapping[str, Any]:
 
 
 def _address(old_id: str, asked: re.Match[str], index: Mapping[str, Any], config: object) -> str:
-    """Return the address of the adapter: the usual one where an id allows several.
+    """Return the adapter's address: the usual one if an id allows several.
 
     Raises:
         HubError: no adapter matches, or several do.
@@ -114,7 +114,7 @@ def _address(old_id: str, asked: re.Match[str], index: Mapping[str, Any], config
         if wanted in by_config:
             by_config, usual = {wanted: by_config[wanted]}, by_config[wanted].get("default")
         else:
-            _LOG.warning("%r has no adapter of the config that was asked for.", old_id)
+            _LOG.warning("%r has no adapter with the requested config.", old_id)
     found = {
         address
         for each in by_config.values()
@@ -135,7 +135,7 @@ def _address(old_id: str, asked: re.Match[str], index: Mapping[str, Any], config
 
 # --- the hash of a config ---
 
-# fields that are left out at these values, since old hashes did not know them
+# fields that are omitted at these values, since old hashes did not know them
 _NEW_FIELDS: Mapping[str, object] = {
     "phm_layer": True,
     "phm_dim": 4,
@@ -159,13 +159,13 @@ def get_adapter_config_hash(
 ) -> str:
     """Return the hash that `adapters` gives a config.
 
-    Different configs can have one hash: fields that are false are left out, and so are
+    Different configs can have the same hash: fields that are false are omitted, and so are
     those of Compacter at their defaults.
 
     Args:
         config: a config, or the dict in a file of AdapterHub.
         length: number of hexadecimal digits.
-        ignore_params: fields that do not count.
+        ignore_params: fields to ignore.
 
     Raises:
         CheckpointError: `adapters` has no such config.

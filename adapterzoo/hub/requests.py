@@ -1,6 +1,6 @@
-"""Requests to the Hub: a failure is a `HubError` that says what was asked, without tokens.
+"""Requests to the Hub: a failure is a `HubError` that says what was requested, without tokens.
 
-Retries, timeouts, the cache, its use without a network, and what a message says are those of
+Retries, timeouts, the cache, offline use and the texts of messages are those of
 `huggingface_hub`.
 """
 
@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from adapterzoo.errors import AdapterZooError, HubError
 
-# of the HTTP library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
+# errors of the HTTP library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _SECRET = re.compile(r"hf_\w{6,}|(?<=Bearer )\S+")
 
@@ -29,8 +29,8 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
     """Turn a failure of the Hub, the network or the cache into a `HubError` without tokens.
 
     Args:
-        target: what is asked, e.g. `"'user/repository'"`.
-        token: that of the request.
+        target: the requested object, e.g. `"'user/repository'"`.
+        token: token of the request.
 
     Raises:
         HubError: the request failed.
@@ -40,17 +40,17 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
         return
     except AdapterZooError:
         raise
-    # RuntimeError: from a thread of huggingface_hub; ValueError: no JSON, or a name is not legal
+    # RuntimeError: from a thread of huggingface_hub; ValueError: not JSON, or an invalid name
     except (_HTTPError, OSError, RuntimeError, ValueError) as error:
         failure: Exception = error
     if isinstance(failure, LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
-        # why the Hub was not asked, or what it answered
+        # why the Hub was not asked, or its answer
         failure = failure.__cause__
     reason = " ".join(str(failure).split()) or type(failure).__name__
     for secret in (token, get_token()):
         if isinstance(secret, str) and secret.strip():
             reason = reason.replace(secret.strip(), "<token>")
-    # not from the failure, which may show a token
+    # do not chain the failure, which may show a token
     raise HubError(f"{target}: {_SECRET.sub('<token>', reason)}") from None
 
 
@@ -61,7 +61,7 @@ def settings() -> dict[str, Any]:
     with contextlib.suppress(PermissionError):
         has_token = get_token() is not None
     cache = Path(constants.HF_HUB_CACHE)
-    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    # unlike Path.exists, os.access does not raise if a parent is inaccessible
     there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
     return {
         "endpoint": constants.ENDPOINT,

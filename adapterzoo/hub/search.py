@@ -18,31 +18,31 @@ from .names import ADAPTER_CONFIG
 from .old_ids import OWNER, is_old_id, repository_of
 from .requests import asking
 
-# the library that wrote an adapter, and the tag by which the Hub finds it
+# the library that wrote an adapter → the tag by which the Hub finds it
 LIBRARIES = {"adapterzoo": "adapterzoo", "adapters": "adapter-transformers", "peft": "peft"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
-    """An adapter of the Hub.
+    """An adapter on the Hub.
 
     Attributes:
-        adapter_id: `user/repository`, as `load_adapter` takes it.
+        adapter_id: `user/repository`, as for `load_adapter`.
         model_name: the base model; None if its author does not name it.
         task: the Hub's name of the task, such as `"text-classification"`.
         username: the user or organization that published it.
         source: always `"hf"`.
         library: the library that wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
-        tags: all of them.
-        datasets: what it was trained on.
+        tags: all tags.
+        datasets: names of the training data sets.
         license: name of the license.
-        downloads: in the last month.
-        likes: of users.
+        downloads: number of downloads in the last month.
+        likes: number of likes.
         private: whether only its owners can see it.
         gated: whether readers must ask for access.
         revision: the commit.
         files: paths in the repository.
-        adapter_config: its `adapter_config.json`; None in a search, or if it has none.
+        adapter_config: its `adapter_config.json`; None in a search, or without one.
     """
 
     adapter_id: str
@@ -76,22 +76,22 @@ def list_adapters(
     token: bool | str | None = None,
     source: str | None = None,
 ) -> list[AdapterInfo]:
-    """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
+    """List the Hub's adapters that `load_adapter` can read, the most downloaded first.
 
     Args:
         model_name: only those for this model, such as `"google-bert/bert-base-uncased"`.
         task: only those for this task of the Hub, such as `"text-classification"`.
         base_model: the same as `model_name`.
-        library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
+        library: only those written by this library: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organization.
-        limit: how many at most; None: all, which may take minutes.
-        token: as `load_adapter` takes it.
-        source: `"ah"`: only those that were in AdapterHub's own repository, which are of the
-            author "AdapterHub" now; `"hf"` and None: all.
+        limit: maximum number; None: all, which may take minutes.
+        token: as for `load_adapter`.
+        source: `"ah"`: only those from AdapterHub's own repository, whose author is now
+            "AdapterHub"; `"hf"` and None: all.
 
     Raises:
-        ConfigError: two arguments differ.
+        ConfigError: two arguments contradict each other.
         HubError: the request failed.
         UnknownNameError: the library is unknown.
     """
@@ -103,7 +103,7 @@ def list_adapters(
     author = OWNER if source == "ah" else author
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
-        # AdapterHub writes the base model only into the config, which the Hub does not search
+        # AdapterHub writes the base model only to the config, which the Hub does not search
         by_config = name == "adapters"
         tags = [LIBRARIES[name]]
         if base_model is not None and not by_config:
@@ -131,19 +131,19 @@ def adapter_info(
     model_name: str | None = None,
     config: object = None,
 ) -> AdapterInfo:
-    """Return the facts about one adapter of the Hub, with its config.
+    """Return the facts about one adapter on the Hub, with its config.
 
     Args:
         adapter_id: `user/repository`, or an old id of AdapterHub.
         revision: branch, tag or commit; None: the default branch.
-        token: as `load_adapter` takes it.
+        token: as for `load_adapter`.
         source: `"ah"`: it is an old id; `"hf"`: it is not; None: decided by its form.
         model_name: for old ids, the base model's name on the Hub.
         config: for old ids, the config of the adapter; None: the usual one.
 
     Raises:
         CheckpointError: its config is damaged.
-        HubError: there is no such repository, it may not be read, or the request failed.
+        HubError: there is no such repository, it must not be read, or the request failed.
     """
     if source == "ah" or (source is None and is_old_id(adapter_id)):
         adapter_id = repository_of(adapter_id, model_name, config)

@@ -1,4 +1,4 @@
-"""Injection: the only room that changes a model. `put` and `take` undo each other.
+"""Injection: the only package that changes a model. `put` and `take` undo each other.
 
 `put` gives a layer *object* a subclass of its own class and adds the adapters as submodules; `take`
 removes them and restores the class. There is no wrapper, so state-dict keys and `isinstance` stay
@@ -66,26 +66,26 @@ def put(
     read: tuple[str, ...] = (),
     is_called: bool = True,
 ) -> None:
-    """Add the adapter to the layer; it is inactive until activated.
+    """Add an adapter to a layer; it stays inactive until activated.
 
     Args:
         layer: any module of the model; its class changes to a subclass of itself.
         name: its key in `adapters_of(layer)`.
-        adapter: on its final device and in its dtype; or the module that adapters there share.
-        active: the model's.
-        path: of the layer, as plans name it.
+        adapter: on its final device and in its final dtype; or a module that adapters there share.
+        active: the model's `Active`.
+        path: the layer's path, as plans name it.
         overwritten: whether the model writes into the layer's output in place.
-        read: names of parameters that the model reads outside of calls of the layer.
-        is_called: whether the adapter acts in calls of the layer; otherwise in reads only.
+        read: names of parameters that the model reads outside the layer's calls.
+        is_called: whether the adapter acts in the layer's calls; if not, only in reads.
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
-        StateError: the layer already has an attribute with the name of the container.
+        StateError: the layer already has an attribute with the container's name.
     """
     container = container_of(adapter)
     check_put(layer, path, container)
     if isinstance(layer, Adapted) and name in adapters_of(layer):
-        raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
+        raise DuplicateNameError(f"{path!r} already has an adapter {name!r}. Take it first.")
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     shown = Shown(read, is_called)
     swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
@@ -112,17 +112,17 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
 
 
 def check_put(layer: nn.Module, path: str, container: str) -> None:
-    """Check that an adapter can be added to the layer.
+    """Check that an adapter can be added to a layer.
 
     Args:
         layer: any module of the model.
-        path: of the layer.
-        container: of the adapter.
+        path: the layer's path.
+        container: the adapter's container.
 
     Raises:
-        StateError: the layer already has an attribute with the name of the container.
+        StateError: the layer already has an attribute with the container's name.
     """
-    # a model with adapters may have a property of this name, which returns a container too
+    # a model with adapters may have a property of this name, which also returns a container
     if isinstance(getattr(layer, container, None), AdapterDict):
         return
     places = (
@@ -139,7 +139,7 @@ def check_put(layer: nn.Module, path: str, container: str) -> None:
 
 
 def take(layer: nn.Module, name: str) -> Adapter:
-    """Remove the adapter; without adapters the layer is as it was before the first `put`.
+    """Remove an adapter; after the last one the layer is as it was before the first `put`.
 
     Raises:
         KeyError: the layer has no adapter of this name.
@@ -163,17 +163,17 @@ def capture_input(
     path: str,
     kind: type[Adapted] | None = None,
 ) -> None:
-    """Make a module pass its first input to a site when a plan requests it.
+    """Make a module pass its first input to a site when a plan asks for it.
 
-    The same preparation lets layers of the module share results.
+    It also lets layers of the module share results.
 
     Args:
-        module: of the model.
-        reader: path of the site that reads the input; of the module itself, if it is one whose
-            calls are recorded.
-        name: of the adapter.
-        active: the model's.
-        path: of the module, as plans name it.
+        module: the model's module.
+        reader: path of the site that reads the input, or the module's own path if its calls are
+            recorded.
+        name: the adapter's name.
+        active: the model's `Active`.
+        path: the module's path, as plans name it.
         kind: `AdaptedStack` for an encoder or decoder whose calls are recorded.
     """
     swap(module, active, path, kind=kind)
@@ -181,13 +181,13 @@ def capture_input(
 
 
 def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:
-    """Add the module that the layers of an adapter share to the base model.
+    """Add the module that an adapter's layers share to the base model.
 
     Args:
         model: the base model.
-        name: of the adapter.
-        shared: modules by number of the config in a union.
-        active: the model's.
+        name: the adapter's name.
+        shared: the modules, by number of their config in a union.
+        active: the model's `Active`.
 
     Raises:
         StateError: the base model already has an attribute with the name of the container.
@@ -205,8 +205,8 @@ def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
 
     Args:
         model: the base model.
-        name: of the adapter.
-        active: the model's.
+        name: the adapter's name.
+        active: the model's `Active`.
     """
     shared = shared_of(model).get(name)
     if shared is not None:
@@ -230,13 +230,13 @@ def init_from_layer(
     originals: Mapping[str, Tensor],
     data: LayerData | None = None,
 ) -> None:
-    """Initialize a new adapter from the layer that it will be added to.
+    """Initialize a new adapter from the layer that will get it.
 
     Args:
         layer: the layer.
-        adapter: not yet added.
-        originals: parameters of the layer as they were before adapters were merged into it.
-        data: what its initial values take from `init_data` for the layer.
+        adapter: an adapter that has not been added yet.
+        originals: the layer's parameters from before adapters were merged into it.
+        data: `init_data`'s results for the layer, from which initial values are computed.
     """
     for (part,), base in _parts_with_base(layer, (adapter,), originals):
         own = cast("Adapter", part)
@@ -253,18 +253,18 @@ def combine(
     strategy: Combination,
     originals: Mapping[str, Tensor],
 ) -> None:
-    """Set an uninitialized adapter to a combination of several others of the layer.
+    """Set an uninitialized adapter to a combination of other adapters of the layer.
 
     Args:
         layer: the layer.
-        adapter: not yet added.
-        others: at least one.
-        weights: one for each.
-        strategy: how they are combined, with its options.
-        originals: parameters of the layer as they were before adapters were merged into it.
+        adapter: an adapter that has not been added yet.
+        others: the adapters to combine, at least one.
+        weights: a weight for each.
+        strategy: how to combine them, with options.
+        originals: the layer's parameters from before adapters were merged into it.
 
     Raises:
-        CompositionError: the strategy makes no sense for the method.
+        CompositionError: the strategy is not defined for the method.
     """
     others = [whole(other) for other in others]
     if any(type(other) is not type(adapter) for other in others):
@@ -274,7 +274,7 @@ def combine(
             f"targets, or write set_active_adapters(Stack('a', 'b'))."
         )
     for (part, *parts), base in _parts_with_base(layer, (adapter, *others), originals):
-        # not all have an adapter of each parameter
+        # some may have no adapter of a parameter
         there = [i for i, other in enumerate(parts) if other is not None]
         own = [cast("Adapter", parts[i]) for i in there]
         cast("Adapter", part).combine(own, [weights[i] for i in there], strategy, base)
@@ -283,16 +283,16 @@ def combine(
 def changes(
     layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]
 ) -> Iterator[tuple[str | None, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Yield the changes that an adapter makes to the weights of a layer, in the widest dtype.
+    """Yield the changes that an adapter makes to a layer's weights, in the widest dtype.
 
     Args:
         layer: the layer.
-        adapter: of the layer.
-        originals: parameters of the layer as they were before adapters were merged into it.
+        adapter: the layer's adapter.
+        originals: the layer's parameters from before adapters were merged into it.
 
     Yields:
-        The parameter, None for the layer's weight; the change `[*experts, d_out, d_in]`; its
-        factors, where the method has them.
+        The parameter, or None for the layer's weight; the change `[*experts, d_out, d_in]`; and its
+        factors, if the method has them.
 
     Raises:
         StateError: the adapter is not a change of the weight alone.
@@ -305,7 +305,7 @@ def changes(
         if parameter is None and w.dim() == 2:
             b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
             if not torch.equal(own.merged_bias(b, base), b):
-                raise StateError(f"the {type(part).__name__} adapter changes the bias too")
+                raise StateError(f"the {type(part).__name__} adapter also changes the bias")
         yield parameter, own.merged_weight(w, base) - w, own.low_rank_factors(w, base)
 
 
@@ -314,7 +314,7 @@ def _parts_with_base(
 ) -> Iterator[tuple[tuple[Adapter | None, ...], BaseLayer]]:
     """Yield the parts of adapters that belong together, each with the layer as they see it.
 
-    The parts are those of the first adapter; None where another one does not have it.
+    The parts are those of the first adapter; None for an adapter that does not have it.
     """
 
     def shown(parameter: str) -> Tensor | None:
@@ -342,7 +342,7 @@ class AdaptedBlock(Adapted):
     """Mixed into the class of the first block, and of those that may share a trunk."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on its input as changed by the adapters of the entry."""
+        """Run the block on its input after the entry's adapters."""
         link = self._link
         trunk = link.active.plan.trunk
         if trunk is not None and trunk.takes(link.path):
@@ -360,16 +360,16 @@ def place_at(layer: nn.Module, path: str, active: ActiveState) -> nn.Module:
     """Return the module for an adapter; create an entry that does not exist yet.
 
     Args:
-        layer: what `layer_at` found at the path.
-        path: of the site.
-        active: the model's.
+        layer: the module that `layer_at` found at the path.
+        path: the site's path.
+        active: the model's `Active`.
     """
     owner, _, name = path.rpartition(".")
     if name != ENTRY or plain_class(layer) is Entry:
         return layer
     swap(layer, active, owner, kind=AdaptedBlock)
     cast("Adapted", layer)._link.helps.add((path, ""))
-    # adapters take over its mode
+    # adapters take their mode from it
     layer._modules[ENTRY] = entry = Entry().train(layer.training)
     return entry
 
@@ -379,7 +379,7 @@ def close_entry(model: nn.Module, path: str) -> None:
 
     Args:
         model: the base model.
-        path: from which an adapter was removed.
+        path: the path from which an adapter was removed.
     """
     owner, _, name = path.rpartition(".")
     if name != ENTRY:
@@ -395,12 +395,12 @@ _SHARES = "trunk", ""
 
 
 def share_block(block: nn.Module, path: str, active: ActiveState) -> None:
-    """Let a block run once for equal rows, in calls whose plan has a trunk.
+    """Make a block compute equal rows once, in calls whose plan has a trunk.
 
     Args:
-        block: of the model.
-        path: of the block, as plans name it.
-        active: the model's.
+        block: the model's block.
+        path: the block's path, as plans name it.
+        active: the model's `Active`.
 
     Raises:
         StateError: the block is an attention or embedding with adapters.
@@ -421,18 +421,18 @@ def unshare_block(block: nn.Module) -> None:
 
 
 def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
-    """Return the inverse of what the adapters at the entry of a model compute.
+    """Apply the inverse of the adapters at a model's entry.
 
     Args:
         model: the base model.
         plan: the active plan; it has an exit.
         y: the input of the last layer of a head, `[rows, tokens, d_model]`.
-        rows: of the batch, those of `y`.
+        rows: the batch's rows, those of `y`.
     """
     path = cast("str", plan.exit)
     layer = cast("Adapted", layer_at(model, path))
     call = layer._link.active.call
-    # the calls of the model are over: it holds the shared modules, those of this replica
+    # the model's calls are over: use the shared modules that it holds, those of this replica
     call.stacks.append(
         Frame(RecordedCall("", {}, None), functools.partial(shared_of, model), model)
     )
@@ -444,14 +444,14 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
 
 
 class AdaptedLanguages(Adapted):
-    """Mixed into the class of a module whose language adapters other adapters replace."""
+    """Mixed into the class of a module whose language adapters are replaced by other adapters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; adapters act in its last step."""
+        """Run the module's forward; the adapters act in its last step."""
         return super(Adapted, self).forward(*args, **kwargs)
 
     def lang_adapter(self, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return the stream after the active adapters, in rows without them after their language's.
+        """Return the stream after the active adapters; rows without one use their language adapter.
 
         Args:
             lang_ids: number of each row's language.

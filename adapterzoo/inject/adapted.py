@@ -1,8 +1,8 @@
-"""The class swap: giving a layer the class for adapters, and restoring its own.
+"""The class swap: give a layer the class for adapters, and restore its own.
 
-The subclass is created once for each class of layers, so that equal layers share it, and unpickling
-finds it by the layer's own class. A layer holds its adapters in containers, submodules with the
-names of AdapterHub's `adapters` (`query.loras.<name>`). A name is unique within a layer, so that
+The subclass is created once for each class of layers, so equal layers share it, and unpickling
+finds it by the layer's own class. A layer holds its adapters in containers: submodules with the
+names that AdapterHub's `adapters` uses (`query.loras.<name>`). A name is unique within a layer, so
 compositions need no containers.
 """
 
@@ -53,7 +53,7 @@ SHARED = SharedModules.container
 
 
 class AdapterDict(nn.ModuleDict):
-    """Modules by name: the names that `check_name` takes.
+    """Modules by name; any name that `check_name` accepts.
 
     Attributes:
         name_prefix: precedes the names in compositions, see `Contained`.
@@ -62,7 +62,7 @@ class AdapterDict(nn.ModuleDict):
     name_prefix: str = ""
 
     def __setitem__(self, key: str, module: nn.Module) -> None:
-        """Add the module; `add_module` would reject the names of its own methods."""
+        """Add a module; `add_module` would reject the names of its own methods."""
         self._modules[key] = module
 
 
@@ -81,10 +81,10 @@ def container_of(module: nn.Module, default: str = Contained.container) -> str:
 
 
 def adapters_of(layer: Any) -> dict[str, Any]:
-    """Return the adapters of a layer by name; not to be changed.
+    """Return a layer's adapters by name; do not modify the result.
 
     Args:
-        layer: an `Adapted` one.
+        layer: a layer with the class `Adapted`.
     """
     # runs at every layer in each forward: most have one container
     containers: list[str] = layer._link.containers
@@ -113,7 +113,7 @@ def shared_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-# what must be true of each module
+# invariants of each module
 _ASKED = {
     nn.TransformerEncoder: "use_nested_tensor",
     nn.TransformerEncoderLayer: "activation_relu_or_gelu",
@@ -121,10 +121,10 @@ _ASKED = {
 
 
 def asked(plain: type[nn.Module]) -> dict[str, Any]:
-    """Return the attribute that torch asks of an encoder, which is false while adapters are active.
+    """Return the attribute that torch reads from an encoder; it is false while adapters are active.
 
     Args:
-        plain: the own class of a module; nothing is asked of classes other than an encoder's.
+        plain: a module's own class; empty for any class but an encoder's.
     """
 
     def attribute(name: str) -> property:
@@ -139,7 +139,7 @@ def asked(plain: type[nn.Module]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Link:
-    """The link of a layer to the model: kept in the layer, shared by its shallow copies."""
+    """The link of a layer to the model: stored in the layer and shared by its shallow copies."""
 
     active: ActiveState
     path: str
@@ -157,8 +157,8 @@ def acting(layer: nn.Module, site: SiteStep) -> tuple[Step, Sequence[Any]]:
     """Return the step of a site, and the adapters that it numbers.
 
     Args:
-        layer: at the site.
-        site: as planned.
+        layer: the layer at the site.
+        site: the site, as planned.
     """
     if site.adapters is None:
         held = adapters_of(layer)
@@ -167,11 +167,11 @@ def acting(layer: nn.Module, site: SiteStep) -> tuple[Step, Sequence[Any]]:
 
 
 class Shown(NamedTuple):
-    """The parameters that a model reads outside of calls of their layer.
+    """The parameters that a model reads outside their layer's calls.
 
     Attributes:
-        names: of the parameters.
-        is_called: whether the adapters act in calls of the layer too, which then reads the
+        names: names of the parameters.
+        is_called: whether the adapters also act in the layer's calls, which then read the
             untouched parameters.
     """
 
@@ -201,7 +201,7 @@ class Adapted(nn.Module):
     _is_parallel: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward with the active adapters; the plain one if none is active."""
+        """Run the forward with the active adapters; without any, run the plain one."""
         link = self._link
         active = link.active
         # the usual case of `active.plan`
@@ -241,9 +241,9 @@ class Adapted(nn.Module):
         x = args[0] if args else next(iter(kwargs.values()))
         if not self._read:
             y = evaluate(step, adapters, x, base, plan.rows)
-            # an adapter may keep its output for the backward
+            # an adapter may need its output in the backward pass
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
-        # a module may read a parameter once for each expert: build it once
+        # a module may read a parameter once per expert: build it only once
         active.call.reads.append((self, {}))
         try:
             return base.pack(evaluate(step, adapters, x, base))
@@ -291,7 +291,7 @@ class Adapted(nn.Module):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return the additional attributes of the class of a layer.
+        """Return the additional attributes of a layer's class.
 
         Args:
             plain: the layer's own class.
@@ -299,7 +299,7 @@ class Adapted(nn.Module):
         return {}
 
     def _planned(self) -> tuple[ActiveState, Plan, SiteStep | None]:
-        """Return what is active, its plan, and what the plan evaluates here."""
+        """Return the active state, its plan, and the plan's step at this layer."""
         active = self._link.active
         plan = active.plan
         site = plan.sites.get(self._link.path)
@@ -329,7 +329,7 @@ def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def below_wrappers(layer: Any) -> Adapted:
-    """Return the layer with adapters, even if torch or a library such as PEFT has wrapped it since.
+    """Return the layer with adapters, even if torch or a library such as PEFT has wrapped it.
 
     Args:
         layer: the module now at the layer's path.
@@ -364,13 +364,13 @@ def base_of(
     bias: Tensor | None = None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerCall:
-    """Return the layer as passed to its adapters, outside a forward; it is whole.
+    """Return the whole layer as its adapters see it, outside a forward.
 
     Args:
         layer: the layer.
-        weight: `[d_out, d_in]`, to pass as the untouched weight; None: the layer's own.
-        bias: `[d_out]`, to pass as the untouched bias; None: the layer's own.
-        kept: the untouched values of parameters that hold merged ones, as the layer stores them.
+        weight: `[d_out, d_in]`, the weight to pass as untouched; None: the layer's own.
+        bias: `[d_out]`, the bias to pass as untouched; None: the layer's own.
+        kept: the untouched values of merged parameters, as the layer stores them.
     """
     if isinstance(layer, Adapted):
         base = LayerCall(layer, super(Adapted, layer).forward, context=layer._link.active.call)
@@ -395,15 +395,15 @@ def swap(
     kind: type[Adapted] | None = None,
     shown: Shown = _CALLED,
 ) -> None:
-    """Give a layer the class for adapters; update the settings of a layer that has it.
+    """Give a layer the class for adapters, or update its settings if it has it.
 
     Args:
         layer: any module of the model.
-        active: the model's.
-        path: of the layer, as plans name it.
-        parameters: names of those that adapters change.
+        active: the model's `Active`.
+        path: the layer's path, as plans name it.
+        parameters: names of the parameters that adapters change.
         kind: the mixin of its class, if not just `Adapted`.
-        shown: those that the model reads outside of calls of the layer.
+        shown: the parameters that the model reads outside the layer's calls.
     """
     if not isinstance(layer, Adapted):
         split = split_of(layer)
@@ -419,7 +419,7 @@ def swap(
 
 
 def restore(layer: Adapted) -> None:
-    """Restore a layer's own class, unless an adapter still needs the other."""
+    """Restore a layer's own class, unless an adapter still needs the subclass."""
     if not layer._link.containers and not layer._link.helps:
         discard(layer)
 
@@ -428,7 +428,7 @@ def discard(layer: Adapted) -> None:
     """Remove adapters from a copy of a layer; the original keeps its link to the model.
 
     Args:
-        layer: a copy.
+        layer: a copy of a layer.
     """
     for container in layer._link.containers:
         del layer._modules[container]
@@ -439,10 +439,10 @@ def discard(layer: Adapted) -> None:
 
 @contextmanager
 def split_later(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model be plain in the block, which splits them over processes.
+    """Make a model's layers plain in the block, which splits them over processes.
 
     Args:
-        model: with adapters, which keep their parts after the block.
+        model: a model with adapters, which keep their parts after the block.
     """
     every = [m for m in model.modules() if isinstance(m, Adapted)]
     facts = [(layer._plain, layer._read, layer._kind, layer._shown) for layer in every]
@@ -480,11 +480,11 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
 
 
 class _LayoutType(type):
-    """The type of the classes for adapters, whose objects are laid out like those of the layer.
+    """The type of the classes for adapters, whose instances have the memory layout of the layer.
 
-    CPython takes the layout from the first base, and swaps only classes of one layout: that of
-    quanto's layers differs from that of `nn.Module`. So the layer's class is the first base, and
-    still the last whose methods are looked up.
+    CPython takes the layout from the first base, and only swaps classes of the same layout; that of
+    quanto's layers differs from that of `nn.Module`. So the layer's class is the first base, but
+    the last one in which methods are looked up.
     """
 
     def mro(cls) -> list[type[Any]]:
@@ -494,24 +494,24 @@ class _LayoutType(type):
 
 
 class _AdaptedType(_LayoutType):
-    """The type of the classes for adapters: layers without adapters are instances too.
+    """The type of the classes for adapters: layers without adapters are also instances.
 
-    FSDP's auto-wrap takes the class of the first layer of a name, and wraps its instances.
+    FSDP's auto-wrap takes the class of the first layer with a name, and wraps its instances.
     """
 
     _plain: type[nn.Module]
 
     def __instancecheck__(cls, instance: object) -> bool:
-        """Return whether it is an instance of the class without adapters."""
+        """Return whether an object is an instance of the class without adapters."""
         return isinstance(instance, cls._plain)
 
 
 asked_of_layers: dict[str, Callable[[Any], Any]] = {}
-"""Attributes that the peers' code reads at a layer with adapters → what gives the value."""
+"""Attributes that the peers' code reads from a layer with adapters → functions for their values."""
 
 
 class _Asked:
-    """An attribute of `asked_of_layers`; anything that a layer itself has comes before it."""
+    """An attribute of `asked_of_layers`; the layer's own attributes take precedence."""
 
     def __init__(self, name: str, answer: Callable[[Any], Any]) -> None:
         self.name = name
@@ -570,10 +570,10 @@ def _adapted_class(
 
 
 def _type_over(meta: Any) -> Any:
-    """Return the type of the classes for adapters over classes of a type."""
+    """Return the type of the classes for adapters over classes with a metaclass."""
     if meta is type:
         return _AdaptedType
-    # a whole model has a metaclass of its own, and stands alone
+    # a whole model has its own metaclass, and stands alone
     return type(meta.__name__, (_LayoutType, meta), {})
 
 
@@ -583,10 +583,10 @@ def _answers(cls: type[nn.Module], parameters: Sequence[str]) -> dict[str, _Aske
 
 
 def answer_at_layers(answers: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Let layers with adapters answer attributes, those of today's models too.
+    """Give layers with adapters more attributes, in existing models too.
 
     Args:
-        answers: what gives the value of each; see `asked_of_layers`.
+        answers: functions that return their values; see `asked_of_layers`.
     """
     asked_of_layers.update(answers)
     for (cls, parameters, _, shown, _), made in _classes.items():
@@ -596,12 +596,12 @@ def answer_at_layers(answers: Mapping[str, Callable[[Any], Any]]) -> None:
 
 
 def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:
-    """Run the own forward of a layer whose adapters act where its parameters are read."""
+    """Run the own forward of a layer whose adapters act when its parameters are read."""
     return super(Adapted, layer).forward(*args, **kwargs)
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
-    """Return a parameter that a module reads, with the change of active adapters; or None."""
+    """Return a parameter that a module reads, changed by active adapters; None without any."""
     plain = own(layer, parameter)
     active, _, site = layer._planned()
     if site is None or plain is None:
@@ -612,7 +612,7 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     if not reads or reads[-1][0] is not layer:
         return _build(layer, parameter, plain, site)
     built = reads[-1][1]
-    # a value built without gradients cannot give any
+    # a value built without gradients cannot provide any
     key = parameter, site, torch.is_grad_enabled()
     if key not in built:
         built[key] = _build(layer, parameter, plain, site)
@@ -631,7 +631,7 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, site: SiteStep) -> Ten
 
     def change(number: int, value: Tensor) -> Tensor:
         adapter = adapters[number]
-        # others act in the layer's calls only
+        # others act only in the layer's calls
         shows = isinstance(adapter, WeightAdapter) and parameter in layer._shown.names
         acts = shows or isinstance(adapter, ExpertAdapters)
         return changed(adapter, parameter, value, base, layer) if acts else value

@@ -1,4 +1,4 @@
-"""Prefixes in attention modules: those that use transformers' interface, and others.
+"""Prefixes in attention modules, with and without transformers' attention interface.
 
 An attention module looks up its function by the name in its config and passes itself to it. While
 a prefix is active, the module reads a view of its config that names our function, which puts the
@@ -7,10 +7,10 @@ masks of the model change.
 
 Other modules compute their scores themselves: a product of queries and keys, changes of the scores,
 a softmax over keys, and a product with values. `PrefixMode` follows these operations while the
-attention runs: scores `[…, queries, keys]` have a companion `[…, queries, length]` with those of
-the prefix. Values for each key (masks, position biases) apply to tokens only; all else applies to
-both. ALiBi, a bias that is linear in the position (Press et al. 2022, arXiv:2108.12409), has a
-companion of its own.
+attention runs: scores `[…, queries, keys]` have a companion `[…, queries, length]` with the scores
+of the prefix. Values for each key (masks, position biases) apply only to tokens; everything else
+applies to both. ALiBi, a bias that is linear in the position (Press et al. 2022, arXiv:2108.12409),
+has its own companion.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class PrefixMode(TorchFunctionMode):
     def __init__(
         self, prefix: Prefix, name: str, bias: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Wait for the first product of queries and keys.
+        """Start to wait for the first product of queries and keys.
 
         Args:
             prefix: the keys and values.
-            name: of the attention, for messages.
-            bias: what is added to the scores of tokens, and to those of the prefix.
+            name: the attention's name, for messages.
+            bias: maps the scores of tokens to their bias and to that of the prefix.
         """
         super().__init__()
         self._prefix = prefix
@@ -82,7 +82,7 @@ class PrefixMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function; apply to the prefix's scores what it does to those of tokens."""
+        """Call the function; apply the same to the prefix's scores as to those of tokens."""
         kwargs = dict(kwargs or {})
         if self.has_acted:
             return func(*args, **kwargs)
@@ -129,7 +129,7 @@ class PrefixMode(TorchFunctionMode):
         return scores
 
     def _start(self, scores: Tensor, query: Tensor, keys: Tensor, alpha: float = 1) -> None:
-        """Start at `alpha · query @ keys`, if the product is one: heads and rows lead."""
+        """Start at `alpha · query @ keys`, if the product is one, with heads and rows first."""
         width = self._prefix.keys.shape[-1]
         if query.dim() == keys.dim() > 2 and query.shape[-1] == keys.shape[-2] == width:
             own = fit(self._prefix.keys, keys.transpose(-1, -2)).transpose(-1, -2)
@@ -155,7 +155,7 @@ class PrefixMode(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         prefixed: Tensor,
     ) -> Tensor:
-        """Return the scores of the prefix after a change of those of tokens."""
+        """Return the scores of the prefix after a change of the tokens' scores."""
         name = func.__name__
         own = [a if (b := self._prefix_scores(a)) is None else b for a in args]
         keys = next(a for a in args if self._prefix_scores(a) is not None).shape[-1]
@@ -183,7 +183,7 @@ def _alibi(cls: type[nn.Module], prefix: Prefix, bias: Tensor) -> Tensor:
     Args:
         cls: class of the attention.
         prefix: its keys and values.
-        bias: of tokens, `[rows · heads, 1, keys]`.
+        bias: bias for the tokens, `[rows · heads, 1, keys]`.
 
     Returns:
         `[rows · heads, 1, length]`.
@@ -197,15 +197,15 @@ def _alibi(cls: type[nn.Module], prefix: Prefix, bias: Tensor) -> Tensor:
 
 
 def fit(own: Tensor, like: Tensor) -> Tensor:
-    """Return keys or values of a prefix with the rows, heads and dtype of those of tokens.
+    """Return keys or values of a prefix with the rows, heads and dtype of the tokens' ones.
 
     Args:
         own: `[rows or 1, heads, length, width]`.
         like: `[rows, heads, keys, width]` or `[rows · heads, keys, width]`; its rows and heads may
-            be repetitions, as those of windows of an image.
+            be repetitions, as for the windows of an image.
 
     Returns:
-        `[…, length, width]`, leading dimensions as in `like`.
+        `[…, length, width]`, with the leading dimensions of `like`.
     """
     count, heads, length, width = own.shape
     lead = like.shape[:-2]
@@ -239,9 +239,9 @@ def _scaled_dot_product(
 
 
 def causal_mask(query: Tensor, keys: int) -> Tensor:
-    """Return the mask that `is_causal` stands for in torch, `[1, 1, queries, keys]` bool.
+    """Return the mask that `is_causal` means in torch, `[1, 1, queries, keys]` bool.
 
-    Query i attends to keys 0 to i: those after the last query are empty places of a cache.
+    Query i attends to keys 0 to i: keys after the last query are empty cache slots.
     """
     ones = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device)
     return ones.tril()[None, None]
@@ -282,12 +282,12 @@ def with_prefix(
     Args:
         cls: class of the attention.
         prefix: its keys and values.
-        forward: of the attention.
-        args: of the call.
-        kwargs: of the call.
+        forward: the attention's forward.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
 
     Raises:
-        StateError: it computes them in an unsupported way, or in compiled code.
+        StateError: the scores are computed in an unsupported way, or in compiled code.
     """
     name = cls.__name__
     if torch.compiler.is_compiling():
@@ -328,7 +328,7 @@ class _Config:
 class AdaptedAttention(Adapted):
     """Mixed into the class of an attention module that has prefixes."""
 
-    # whether the module computes its scores itself
+    # whether the module computes its scores itself, without the interface
     _is_inline: bool = False
 
     @classmethod
@@ -417,16 +417,17 @@ def _bias(
 ) -> Tensor:
     """Return a relative position bias with columns for the prefix.
 
-    The prefix stands right before the first token that a query attends to, so that padding before
-    the tokens of a row changes no distance.
+    The prefix is right before the first token that a query attends to, so padding before the
+    tokens of a row does not change distances.
 
     Args:
         module: the attention.
-        bias: of the tokens, `[rows or 1, heads, queries, keys]`.
-        mask: of the tokens, `[rows or 1, heads or 1, queries or 1, keys]`; None: nothing is masked.
+        bias: bias for the tokens, `[rows or 1, heads, queries, keys]`.
+        mask: attention mask, `[rows or 1, heads or 1, queries or 1, keys]`; None: nothing is
+            masked.
         prefix: the keys and values.
         queries: number of tokens of the call.
-        keys: number of keys, including those in the cache and its empty places.
+        keys: number of keys, including cached keys and empty cache slots.
 
     Returns:
         `[rows or 1, heads, queries, length + keys]`.
@@ -434,7 +435,7 @@ def _bias(
     length = prefix.keys.shape[2]
     if prefix.distances is None:
         return pad(bias, (length, 0))
-    # of the modules that could compute the bias of the stack, the one that does
+    # of the modules that could compute the bias of the stack, choose the one that does
     has_one, stacks = getattr(module, RELATIVE_BIAS, None), module._link.active.call.stacks
     inside = [module] if has_one in (None, True) else stacks[-1].module.modules()
     owner = next((m for m in inside if getattr(m, RELATIVE_BIAS, False)), None)
@@ -449,7 +450,7 @@ def _bias(
             )
         joint: Tensor = owner.compute_bias(queries, length + keys, bias.device, past)
         return joint.to(bias)
-    # from the last of so many tokens, all others are behind: column d is that of distance d
+    # from the last of this many tokens, all others lie behind: column d is that of distance d
     farthest = length + keys
     by_distance = owner.compute_bias(1, farthest + 1, bias.device, farthest)[0, :, 0].flip(-1)
     at = torch.arange(past, past + queries, device=bias.device)

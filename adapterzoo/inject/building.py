@@ -28,7 +28,7 @@ from .parallel import check_split
 def layer_at(model: nn.Module, path: str) -> nn.Module:
     """Return the module at a path that exists, inside any wrappers of torch.
 
-    For an entry that does not exist yet, return the block.
+    Return the block for an entry that does not exist yet.
     """
     model = unwrapped(model)
     for name in path.split(".") if path else ():
@@ -39,7 +39,7 @@ def layer_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def inject_path(site: Site) -> str:
-    """Return the path of the module that gets the adapter; the parameter may be in a child."""
+    """Return the path of the module that gets the adapter; its parameter may be in a child."""
     below = (site.parameter or "").rpartition(".")[0]
     return f"{site.path}.{below}" if below else site.path
 
@@ -52,14 +52,14 @@ def build(
     at: torch.device | None = None,
     sharing: Mapping[int, int | None] = MappingProxyType({}),
 ) -> Adapter:
-    """Return all adapters of one name at one layer, as one module, on its device and of its dtype.
+    """Return all adapters of one name at one layer as one module, on its device and in its dtype.
 
     Args:
-        layer: not changed.
-        path: of the layer.
+        layer: the layer; not changed.
+        path: the layer's path.
         placements: the adapters to build.
         model_dtype: dtype of the parameters if the layer is quantized.
-        at: a device other than the layer's.
+        at: device, if not the layer's.
         sharing: id of a config whose adapters share a module → its number in a union.
 
     Raises:
@@ -83,7 +83,7 @@ def build(
     sites = [p.site for p in placements]
     if len(built) > 1 and any(adapter.stands_alone for adapter in built):
         raise ConfigError(
-            f"{placements[0].config!r} with {placements[1].config!r}: at {path!r} one replaces "
+            f"{placements[0].config!r} with {placements[1].config!r}: at {path!r}, one replaces "
             f"values of the layer that the other changes. Train the layer in one way only."
         )
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
@@ -91,7 +91,7 @@ def build(
     whole = [
         (p.config, a) for p, a in zip(placements, built, strict=True) if p.site.output_slice is None
     ]
-    # first those that change the input
+    # those that change the input come first
     whole.sort(key=lambda pair: pair[1].acts_on != "input")
     if len(whole) > 1 and (whole[0][1].acts_on == "input" or sites[0].kind == "entry"):
         raise ConfigError(
@@ -112,9 +112,9 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
     """Return a copy of a layer without adapters, its parameters uninitialized and trainable.
 
     Args:
-        layer: not changed.
-        path: of the layer.
-        device: of the parameters.
+        layer: the layer; not changed.
+        path: the layer's path.
+        device: device for the parameters.
 
     Raises:
         ConfigError: the layer cannot be copied, or its copy cannot run in its place.
@@ -145,7 +145,7 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
     left_out = ("_link", "_hf_hook", "_old_forward", "forward", "_split_forward")
     own = {name: value for name, value in vars(layer).items() if name not in left_out}
     own["_modules"] = {n: m for n, m in layer._modules.items() if not isinstance(m, AdapterDict)}
-    # hooks of users and of accelerate run around the layer, and so around its copy
+    # hooks of users and of accelerate run around the layer, and so around its copy too
     own |= {name: type(held)() for name, held in own.items() if "_hooks" in name}
     vars(bare).update(copy.deepcopy(own, memo))
     return bare
@@ -154,17 +154,17 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
 def build_shared(
     config: AdapterConfig, placements: Iterable[Placement], device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module | None, dict[int, int | None]]:
-    """Return the module that an adapter's layers share, or None, and which configs use it.
+    """Return the module that an adapter's layers share, if any, and the configs that use it.
 
     Args:
-        config: of the adapter.
-        placements: all of them.
-        device: where tensors are made.
-        dtype: of parameters.
+        config: the adapter's config.
+        placements: all placements of the adapter.
+        device: device for the tensors.
+        dtype: dtype of parameters.
 
     Returns:
-        The module, one for each number of a config in a union; id of a config to that number,
-        None outside of unions.
+        The module, with one child for each number of a config in a union; and id of a config to its
+        number, None outside unions.
 
     Raises:
         ConfigError: a config does not fit its sites.
@@ -196,29 +196,29 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
 
 
 def is_offloaded(layer: nn.Module) -> bool:
-    """Return whether `at_hand` loads the layer's values."""
+    """Return whether `at_hand` would load the layer's values."""
     return bool(getattr(vars(layer).get("_hf_hook"), "offload", False))
 
 
 def offloaded_value(layer: nn.Module, name: str) -> Tensor:
-    """Return a parameter that accelerate has offloaded, from where it is kept.
+    """Return a parameter that accelerate has offloaded, from its storage.
 
     Args:
-        layer: with the parameter.
-        name: of the parameter.
+        layer: the layer with the parameter.
+        name: name of the parameter.
     """
     return cast("Tensor", vars(layer)["_hf_hook"].weights_map[name])
 
 
 def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those below with their paths; adapters are not among them.
+    """Yield a module and its descendants with their paths, without adapters.
 
-    Unlike `named_modules`, it takes as long with 100 adapters as with one, and yields a module that
-    has two paths twice. Wrappers of torch come before what they wrap, with the same path.
+    Unlike `named_modules`, it takes as long with 100 adapters as with one, and yields a module with
+    two paths twice. Wrappers of torch come before the modules that they wrap, with the same path.
 
     Args:
-        module: of the model.
-        path: of the module.
+        module: the model's module.
+        path: the module's path.
     """
     yield path, module
     for n, child in module._modules.items():
@@ -230,18 +230,18 @@ def plain_state(module: nn.Module, path: str = "") -> dict[str, Tensor]:
     """Return the state dict of a module without its adapters, with the tensors themselves.
 
     Args:
-        module: of the model.
-        path: of the module.
+        module: the model's module.
+        path: the module's path.
     """
     found: dict[str, Tensor] = {}
     for at, part in plain_modules(module, path):
-        # quantized layers override it
+        # quantized layers override this method
         part._save_to_state_dict(found, f"{at}." if at else "", keep_vars=True)
     return found
 
 
 def own_parameters(layer: nn.Module, with_quantized: bool = True) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the base model only: earlier adapters must not affect a new one.
+    """Yield only the base model's parameters: earlier adapters must not affect a new one.
 
     Args:
         layer: any module of the model.
@@ -255,7 +255,7 @@ def own_parameters(layer: nn.Module, with_quantized: bool = True) -> Iterator[nn
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return the device for the adapters of a layer."""
+    """Return the device for a layer's adapters."""
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:

@@ -1,4 +1,4 @@
-"""Adapters at convolutions: the forward of their class, on channels instead of features."""
+"""Adapters at convolutions: the forward of their method, over channels instead of features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AtConvolution(WeightAdapter):
         """None: each adapter acts alone on its rows."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the class of the adapter: loading makes the subclass again."""
+        """Pickle by the adapter's class: loading creates the subclass again."""
         return _blank, (self._plain,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
@@ -33,7 +33,7 @@ def at_convolution(cls: type[WeightAdapter]) -> type[AtConvolution]:
     """Return the class of an adapter at a convolution; it keeps its name.
 
     Args:
-        cls: of the adapter.
+        cls: class of the adapter.
     """
     members = {"_plain": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return cast("type[AtConvolution]", type(cls.__name__, (AtConvolution, cls), members))

@@ -1,10 +1,10 @@
-"""Layers as adapters see them: one call of a layer, some of its features, its weight.
+"""Layers as adapters see them: a call of a layer, some of its features, its weight.
 
-Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store theirs as `[d_in,
-d_out]`, fused experts keep one tensor for all, and quantized ones are packed. Fused layers, unions
-and experts have several adapters under one name.
+Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store `[d_in, d_out]`,
+fused experts share one tensor, and quantized weights are packed. Fused layers, unions and experts
+have several adapters under one name.
 
-The libraries that quantize are optional and imported only for their own weights: the class of a
+Quantization libraries are optional and imported only for their own weights: the class of a
 weight shows that its library is installed.
 """
 
@@ -50,21 +50,21 @@ class LayerCall(BaseLayer):
 
     Attributes:
         shown: the weight to show; None: the layer's own.
-        shown_bias: the bias likewise.
-        kept: the untouched values of parameters that hold merged ones.
+        shown_bias: the same for the bias.
+        kept: the untouched values of merged parameters.
     """
 
     # the layer alone
     is_original = True
-    # made at each layer in each call: what few calls set is a default of the class
+    # created at each layer in each call: rarely set values are defaults of the class
     shown: Tensor | None = None
     shown_bias: Tensor | None = None
     kept: Mapping[str, Tensor] = MappingProxyType({})
     _rest: tuple[Any, ...] | list[Any] | None = None
-    # the last input and its output: a later adapter may need the same one
+    # the last input and its output: the next adapter may need the same output
     _x: Tensor | None = None
     _y: Any = None
-    # shape of an output with the tokens of all rows in one dimension
+    # the shape of an output whose first dimension holds the tokens of all rows
     _flat: torch.Size | None = None
 
     def __init__(
@@ -84,9 +84,9 @@ class LayerCall(BaseLayer):
         self._context = context
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output in the dimensions of `x`.
+        """Return the untouched layer's output with the dimensions of `x`.
 
-        `pack` gives it its own again, and adds the layer's other return values.
+        `pack` restores its own shape, and adds the layer's other return values.
         """
         if self._x is not x:
             if not self._kwargs:
@@ -99,8 +99,8 @@ class LayerCall(BaseLayer):
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
                 out = out[0]
-            # the experts of Llama 4 give [rows · tokens, d] for [rows, tokens, d]; a module with a
-            # parameter of its own may return what is no tensor
+            # Llama 4's experts return [rows · tokens, d] for [rows, tokens, d]; a module with its
+            # own parameter may return something other than a tensor
             if x.dim() == 3 and getattr(out, "ndim", 0) == 2 and len(out) == x.shape[:2].numel():
                 self._flat = out.shape
                 out = out.view(*x.shape[:-1], -1)
@@ -121,7 +121,7 @@ class LayerCall(BaseLayer):
     def weight(self) -> Tensor:
         """The untouched weight."""
         if self.shown is None:
-            # a packed weight is read once per call, for all parts of the layer and all adapters
+            # a packed weight is unpacked once per call, for all parts and all adapters
             self.shown = matrix(self._module)
         return self.shown
 
@@ -139,7 +139,7 @@ class LayerCall(BaseLayer):
         return y
 
     def mix(self, t: Tensor, w: Tensor) -> Tensor:
-        """Return a product with the channels at each place of a convolution's output."""
+        """Return a product with the channels at each position of a convolution's output."""
         layer: Any = self._module
         places = t.shape[t.dim() - len(layer.kernel_size) :]
         grouped = t.flatten(-len(places)).unflatten(-2, (layer.groups, -1))
@@ -148,7 +148,7 @@ class LayerCall(BaseLayer):
         return joined
 
     def by_channel(self, values: Tensor) -> Tensor:
-        """Return values of the channels of a convolution's output, `[d]` → `[d, 1, …]`."""
+        """Return values for the output channels of a convolution, `[d]` → `[d, 1, …]`."""
         return values.view(-1, *(1 for _ in cast("Any", self._module).kernel_size))
 
     @property
@@ -157,7 +157,7 @@ class LayerCall(BaseLayer):
         if self.shown_bias is not None:
             return self.shown_bias
         layer = self._module
-        # a parametrization takes the parameter away
+        # a parametrization removes the parameter
         if "bias" not in layer._parameters and is_parametrized(layer, "bias"):
             return layer.bias  # type: ignore[return-value]
         return own(layer, "bias")
@@ -175,7 +175,7 @@ class LayerCall(BaseLayer):
 
     @property
     def padding_idx(self) -> int | None:
-        """The token without gradient."""
+        """The id of the token without a gradient."""
         return getattr(self._module, "padding_idx", None)
 
     @property
@@ -197,7 +197,7 @@ class LayerCall(BaseLayer):
         """The call of the encoder or decoder.
 
         Raises:
-            StateError: none is running.
+            StateError: no call is running.
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
@@ -216,7 +216,7 @@ class LayerCall(BaseLayer):
         return cast("CallContext", self._context).shared(key) if own is None else own
 
     def part(self, path: str) -> Any:
-        """Return a module or parameter of the running model, of this replica."""
+        """Return a module or parameter of the running model, or of this replica."""
         return cast("CallContext", self._context).part(path)
 
 
@@ -236,7 +236,7 @@ class SlicedLayer(LayerView):
 
         Args:
             base: the layer.
-            features: of the part; None: all, which are not the last dimension everywhere.
+            features: features of the part; None: all, which may not be the last dimension.
             x: an input whose output is known.
             y: the layer's output for `x`.
         """
@@ -273,7 +273,7 @@ class SlicedLayer(LayerView):
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:
-    """Return a layer's own parameter, None if it has none of this name.
+    """Return a layer's own parameter; None if it has none of this name.
 
     DataParallel's replicas hold tensors as plain attributes instead of parameters.
     """
@@ -303,7 +303,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
         weight = packing.read(layer, weight)
     elif parameter == "weight" and is_quantized(layer):
         weight = _unpacked(layer)
-    # experts in float8 have their scales in other parameters
+    # float8 experts have their scales in other parameters
     is_packed = parameter != "weight" and weight is not None and weight.element_size() == 1
     if weight is None or is_packed or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
@@ -314,7 +314,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
 
 
 def as_matrix(layer: nn.Module, parameter: str, value: Tensor) -> Tensor:
-    """Return a parameter that a layer stores as `[*experts, d_out, d_in]`; a bias as it is."""
+    """Return a parameter that a layer stores as `[*experts, d_out, d_in]`; a bias unchanged."""
     if parameter == "weight" and isinstance(layer, _ConvNd):
         return value.flatten(1)
     return value.mT if stores_transposed(layer, parameter) else value
@@ -333,7 +333,7 @@ def take_slice(t: Tensor, features: OutputSlice | None, dim: int) -> Tensor:
 
 
 def put_slice(t: Tensor, part: Tensor, features: OutputSlice | None, dim: int) -> Tensor:
-    """Return `t` with the part in the place that `take_slice` reads; None: the part alone."""
+    """Return `t` with the part at the place that `take_slice` reads; None: the part alone."""
     if features is None:
         return part
     dim %= t.dim()
@@ -347,7 +347,7 @@ def put_slice(t: Tensor, part: Tensor, features: OutputSlice | None, dim: int) -
 
 
 class FusedAdapters(WeightAdapter):
-    """Several adapters of one name at one layer: for the parts of a fused layer, or of a union.
+    """Several adapters of one name at one layer: for the parts of a fused layer or of a union.
 
     Each child adapts its slice of the output features, or all of them; earlier ones act first.
     """
@@ -399,7 +399,7 @@ class FusedAdapters(WeightAdapter):
         labels = list(self.slices)
         for i, label in enumerate(labels[:count]):
             features = self.slices[label]
-            # an adapter that changes its input calls its base again, with those before it
+            # an adapter that changes its input calls its base again, with the earlier adapters
             met = any(_overlap(features, self.slices[other]) for other in labels[:i])
             before = Nested(functools.partial(self._first, i), base) if met else base
             adapter = cast("Adapter", self._modules[label])
@@ -423,7 +423,7 @@ class FusedAdapters(WeightAdapter):
         return tuple(self.slices.items()), tuple(options)
 
     def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
-        """Return those of the parts, with the label of each before their names."""
+        """Return the parts' tensors, with the part's label before each name."""
         found: dict[str, Tensor | float] = {}
         for label, features in self.slices.items():
             part = cast("Adapter", self._modules[label])
@@ -454,7 +454,7 @@ class FusedAdapters(WeightAdapter):
         return w
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
-        """Return the factors of all features: those of the children side by side, if all have."""
+        """Return the factors of all features: the children's side by side, if all have factors."""
         found: list[tuple[Tensor, Tensor]] = []
         for label, features in self.slices.items():
             own, view = take_slice(w, features, -2), SlicedLayer(base, features)
@@ -499,7 +499,7 @@ class ExpertAdapters(Adapter):
 
 
 def is_additive(adapter: nn.Module | None) -> bool:
-    """Return whether merging the adapter equals keeping it active beside others."""
+    """Return whether merging the adapter equals keeping it active together with others."""
     if isinstance(adapter, ExpertAdapters):
         return all(map(is_additive, adapter._modules.values()))
     return isinstance(adapter, WeightAdapter) and adapter.is_additive
@@ -509,7 +509,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
     """Return the adapter, if it equals a changed weight.
 
     Raises:
-        StateError: a weight cannot express it.
+        StateError: the adapter is not a change of the weight.
     """
     if isinstance(adapter, WeightAdapter):
         return adapter
@@ -525,11 +525,11 @@ def changed(
     """Return a parameter of a layer with an adapter's change, as the layer stores it.
 
     Args:
-        adapter: of the layer.
-        parameter: its name.
-        value: so far, float32 or float64, as the layer stores it; zeros for a missing bias.
-        base: the layer; `base.parameters` are its untouched ones.
-        layer: itself.
+        adapter: the layer's adapter.
+        parameter: name of the parameter.
+        value: so far; float32 or float64, as the layer stores it; zeros for a missing bias.
+        base: the layer; `base.parameters` are the untouched ones.
+        layer: the module.
 
     Raises:
         StateError: the adapter is not a change of a weight.
@@ -547,7 +547,7 @@ def changed(
 
 
 def _common_container(adapters: Sequence[Adapter]) -> str:
-    """Return the container of the adapters; that of adapters in general if they have several."""
+    """Return the container of the adapters; the general one if they have several."""
     containers = {adapter.container for adapter in adapters}
     return containers.pop() if len(containers) == 1 else Adapter.container
 
@@ -566,13 +566,13 @@ def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
 
 
 class Packing:
-    """How to read one kind of packed weight; by default torchao's, which look like plain tensors.
+    """How to read one kind of packed weight; by default torchao's, which behave like plain tensors.
 
-    These functions do not keep what they return.
+    These functions do not cache their results.
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Return whether the weight is already quantized; some classes hold plain numbers first."""
+        """Return whether the weight is already quantized; some classes first hold plain numbers."""
         return True
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
@@ -580,16 +580,16 @@ class Packing:
 
         Args:
             layer: the owner of the weight, which may keep the scales.
-            weight: packed.
+            weight: the packed weight.
         """
         return cast("Tensor", weight.dequantize())
 
     def count(self, weight: Any) -> int:
-        """Return how many numbers the weight has when unpacked."""
+        """Return the number of values of the unpacked weight."""
         return cast("Tensor", weight).numel()
 
     def unpack(self, layer: nn.Module, weight: Any) -> None:
-        """Let gradients pass through the layer, even after inference."""
+        """Make gradients pass through the layer, even after inference."""
 
 
 class FourBit(Packing):
@@ -600,11 +600,11 @@ class FourBit(Packing):
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Return whether scales exist; the dtype can be bfloat16 for packed bytes too."""
+        """Return whether scales exist; packed bytes can also have the dtype bfloat16."""
         return weight.quant_state is not None
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
-        """Return the weight `[d_out, d_in]`, in the dtype that it had before."""
+        """Return the weight `[d_out, d_in]`, in the dtype that it had before quantization."""
         from bitsandbytes import functional
 
         data, state = _in_first_order(weight)
@@ -615,7 +615,7 @@ class FourBit(Packing):
         return math.prod(weight.quant_state.shape)
 
     def unpack(self, layer: nn.Module, weight: Any) -> None:
-        """Restore the weight's first order, permanently."""
+        """Restore the weight's original order, permanently."""
         weight.data, weight.quant_state = _in_first_order(weight)
         if "support_avx512bf16_for_cpu" in vars(layer):
             cast("Any", layer).support_avx512bf16_for_cpu = False
@@ -647,12 +647,12 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def packing_of(weight: Tensor | None) -> Packing | None:
-    """Return how to read a packed weight; None for one that is not packed.
+    """Return the reader for a packed weight; None if it is not packed.
 
     Args:
-        weight: of a layer, None if it has none.
+        weight: weight of a layer, None if it has none.
     """
-    # torch.compile sees only the others
+    # torch.compile sees only the other classes
     if weight is None or type(weight) in (Tensor, nn.Parameter):
         return None
     for cls in type(weight).__mro__:
@@ -663,7 +663,7 @@ def packing_of(weight: Tensor | None) -> Packing | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return whether a layer multiplies by something else than the weight that it stores.
+    """Return whether a layer multiplies by something other than its stored weight.
 
     Args:
         layer: any module.
@@ -673,13 +673,13 @@ def is_quantized(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear):
         return is_packed_linear(layer)
     weight = layer._parameters.get("weight")
-    # what casts float8 to another dtype around a layer leaves its forward alone
+    # a cast of float8 to another dtype around a layer does not change its forward
     is_whole = weight is None or weight.element_size() > 1 or _plain(layer).forward is _MULTIPLY
     if not (is_whole and (weight is None or weight.is_floating_point())):
         return True
-    # of AutoBitLinear, which rounds its weight in each call
+    # AutoBitLinear rounds its weight in each call
     rounds = getattr(layer, "online_quant", False)
-    # of Linear4bit, whose weight is a DTensor of packed numbers once it is sharded
+    # Linear4bit, whose weight is a DTensor of packed numbers once it is sharded
     rounds = rounds or getattr(layer, "quant_state", None) is not None
     return rounds or any("scale" in name for name in (*layer._parameters, *layer._buffers))
 
@@ -693,23 +693,23 @@ def _plain(layer: nn.Module) -> Any:
 
 
 def _unpacked(layer: nn.Module) -> Tensor:
-    """Return the weight `[d_out, d_in]` of a layer that keeps it in a way of its own.
+    """Return the weight `[d_out, d_in]` of a layer that keeps it in its own way.
 
     Raises:
-        StateError: the layer does something else to its inputs than to multiply them.
+        StateError: the layer does more to its inputs than multiply them.
     """
     cls = _plain(layer)
     if f"{cls.__module__.partition('.')[0]}.{cls.__name__}" == "hqq.HQQLinear":
         return cast("Tensor", cls.dequantize(layer))
     if not has_run(layer):
         raise StateError(
-            f"{cls.__name__}: compressed-tensors unpacks its weight in the model's first call, and "
-            "the adapter needs it before. Write model(**inputs) first."
+            f"{cls.__name__}: compressed-tensors unpacks its weight in the model's first call, but "
+            "the adapter needs it earlier. Write model(**inputs) first."
         )
     w, only_multiplies = _products(layer)
     if not only_multiplies:
         raise StateError(
-            f"{cls.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, and "
+            f"{cls.__name__}: it rounds its inputs by a fixed scale or changes them otherwise, so "
             "its weight cannot be read. Write LoRAConfig(), which does not read it."
         )
     return w.mT
@@ -718,12 +718,12 @@ def _unpacked(layer: nn.Module) -> Tensor:
 def _products(layer: nn.Module) -> tuple[Tensor, bool]:
     """Return the layer's products with the identity `[d_in, d_out]`, and whether they are Wᵀ.
 
-    They are if the layer only multiplies. Rounding each input by its largest value changes no row
-    of the identity; other rounding, and norms, change 0.7 of a row to something else.
+    They are if the layer only multiplies. Rounding each input by its largest value does not change
+    a row of the identity; other rounding, and norms, change 0.7 times a row.
     """
     d_in, _, _ = cast("tuple[int, int, bool]", linear_shape(layer))
     floats = (t for t in stored(layer) if t.is_floating_point() and t.element_size() > 1)
-    # scales may be wider than what the layer computes in
+    # scales may be wider than the dtype in which the layer computes
     narrow = min(floats, key=Tensor.element_size, default=torch.empty(0))
     eye = torch.eye(d_in, dtype=narrow.dtype, device=stored(layer)[0].device)
     run = functools.partial(_plain(layer).forward, layer)
@@ -737,16 +737,16 @@ def has_run(layer: nn.Module) -> bool:
     """Return whether a quantized layer can run alone: compressed-tensors unpacks whole models.
 
     Args:
-        layer: quantized.
+        layer: a quantized layer.
     """
     return not isinstance(layer, nn.Linear) or "weight_packed" not in layer._parameters
 
 
 def passes_gradients(layer: nn.Module) -> bool:
-    """Return whether a quantized layer gives its input the gradient of its product.
+    """Return whether a quantized layer passes the gradient of its product to its input.
 
     Args:
-        layer: of a class that keeps its weight in a way of its own.
+        layer: a layer whose class keeps its weight in its own way.
     """
     w, only_multiplies = _products(layer)
     with torch.enable_grad():
@@ -761,7 +761,7 @@ def passes_gradients(layer: nn.Module) -> bool:
 
 
 def _is_near(found: Tensor, expected: Tensor, size: Tensor) -> bool:
-    """Return whether values are equal but for rounding of terms of a size."""
+    """Return whether values are equal, except for rounding of terms of a given size."""
     bound = 8 * torch.finfo(expected.dtype).eps * size
     return bool(((found - expected).abs() <= bound).all())
 
@@ -770,13 +770,13 @@ def was_transposed(layer: nn.Module) -> bool:
     """Return whether a layer stored its weight `[d_in, d_out]` before it was quantized.
 
     Args:
-        layer: quantized; for GPT-2's Conv1D, a linear layer that knows its former class.
+        layer: quantized; from GPT-2's Conv1D, a linear layer that knows its former class.
     """
     return getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D"
 
 
 def unpacked_size(weight: Tensor) -> int:
-    """Return how many numbers a weight has, when unpacked.
+    """Return the number of values of a weight when unpacked.
 
     Args:
         weight: any tensor.
@@ -786,10 +786,10 @@ def unpacked_size(weight: Tensor) -> int:
 
 
 def uncounted(layer: nn.Module) -> int:
-    """Return how many numbers a quantized layer stands for beyond those of its parameters.
+    """Return the number of values of a quantized layer that its parameters do not count.
 
     Args:
-        layer: any module; one whose packed weight knows its size, or has none, has counted all.
+        layer: any module; 0 if its packed weight knows its size, or it has none.
     """
     if not is_quantized(layer) or any(map(packing_of, layer._parameters.values())):
         return 0
@@ -800,10 +800,10 @@ def uncounted(layer: nn.Module) -> int:
 
 
 def unpack_all(model: nn.Module) -> None:
-    """Let gradients pass through all quantized layers of a model.
+    """Make gradients pass through all quantized layers of a model.
 
     Args:
-        model: the values of its weights do not change.
+        model: the model; the values of its weights do not change.
     """
     for layer in model.modules():
         for weight in layer._parameters.values():
@@ -812,33 +812,33 @@ def unpack_all(model: nn.Module) -> None:
 
 
 def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
-    """Return (bytes, state) of a `Params4bit` in its first order; it is not changed."""
+    """Return (bytes, state) of a `Params4bit` in its original order, without changing it."""
     data, state = weight.data, weight.quant_state
     if not getattr(state, "packing_format_for_cpu", False):
         return data, state
     from bitsandbytes import functional
 
-    # the code below writes into the state
+    # the code below writes to the state
     state = copy.copy(state)
-    # do not quantize the scales again: that would cost precision
+    # do not quantize the scales again: that would lose precision
     state.original_nested = False
     reordered, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
     if state.absmax.dim() == 2:
-        # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
+        # bitsandbytes 0.50 leaves the scales in the other order, [d_in / block, d_out]
         state.absmax = state.absmax.T.reshape(-1).float()  # [d_in / block · d_out]
     return reordered, state
 
 
 def write_finite(target: Tensor, value: Tensor, what: str) -> None:
-    """Write a merged value, if it is finite in the dtype of the target.
+    """Write a merged value if it is finite in the dtype of the target.
 
     Args:
         target: a parameter or buffer.
-        value: of its shape.
-        what: names it in the message.
+        value: a tensor of its shape.
+        what: its name in the message.
 
     Raises:
-        StateError: it is not finite.
+        StateError: the value is not finite.
     """
     merged = value.to(target.dtype)
     if not _is_finite(merged):
@@ -851,5 +851,5 @@ def write_finite(target: Tensor, value: Tensor, what: str) -> None:
 
 
 def _is_finite(t: Tensor) -> bool:
-    # one pass without a boolean tensor: aminmax gives NaN if any value is NaN
+    # one pass without a boolean tensor: aminmax returns NaN if any value is NaN
     return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())

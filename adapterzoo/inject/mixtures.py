@@ -1,9 +1,9 @@
-"""Mixtures of experts in a batch whose rows take different adapters.
+"""Mixtures of experts in a batch whose rows have different adapters.
 
-A token of experts has lost its row. So the call of the module that still has the tokens in the
-order of the batch is divided: the module's own forward runs once for each kind of rows, with all
-tokens of these rows, as if the batch had no others, and the outputs are joined. Each token goes
-through one of these calls, and nothing is computed in another way.
+Inside the experts, the row of a token is unknown. So the call is divided at the module that still
+has the tokens in batch order: its own forward runs once for each kind of rows, with all tokens of
+these rows, as if the batch had no others, and the outputs are joined. Each token goes through one
+of these calls, with the usual computation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _VALUES = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class TokenRows:
-    """The tokens of one call of a module, of which each belongs to a row.
+    """The tokens of one call of a module, each of which belongs to a row.
 
     Attributes:
-        layout: of the tokens, by the kind of their rows.
+        layout: layout of the tokens, sorted by the kind of their rows.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class TokenRows:
         Args:
             whole: `[rows, tokens, …]`, or `[1, tokens, …]` if requests are packed; None if the
                 module around the experts has not run.
-            rows: of the batch; None if the model has not been called.
-            numbers: the kind of each part of the rows.
-            path: of the module.
+            rows: the batch's rows; None if the model has not been called.
+            numbers: number of the kind of each part of the rows.
+            path: the module's path.
 
         Raises:
-            BatchError: the input has other rows.
-            CompositionError: it does not tell the rows.
+            BatchError: the input does not have the rows of the batch.
+            CompositionError: the row of a token is unknown.
         """
         self._path = path
         if whole is None or rows is None:
@@ -50,14 +50,14 @@ class TokenRows:
         if whole.dim() < 3:
             raise self._refused(f"gets some tokens of an input {list(whole.shape)}")
         if not is_packed(whole, rows):
-            # raises if these are not the rows of the batch
+            # raises BatchError if these are not the rows of the batch
             rows.layout_of(whole)
         self._shape = whole.shape[:2]
         self.layout: RowLayout = rows.grouped(self._shape.numel(), numbers)
 
     def _refused(self, what: str) -> CompositionError:
         return CompositionError(
-            f"rows of a batch: {self._path!r}, which has experts, {what}, so that the rows of "
+            f"rows of a batch: {self._path!r}, which has experts, {what}, so the rows of its "
             "tokens are unknown. Activate one adapter for all rows, or write exclude_modules=[…]."
         )
 
@@ -66,10 +66,10 @@ class TokenRows:
 
         Args:
             t: an argument or output.
-            shape: rows and tokens of the call.
+            shape: the numbers of rows and tokens of the call.
 
         Returns:
-            None for a tensor of neither shape.
+            None for a tensor of another shape.
         """
         count = shape[0] * shape[1]
         if t.dim() > 1 and t.shape[0] == count:
@@ -83,11 +83,11 @@ class TokenRows:
 
         Args:
             value: a tensor `[tokens, …]` or `[rows, tokens, …]`, or a value for all tokens.
-            start: the first token, where they are sorted by rows.
-            size: how many.
+            start: the first token, in the order of `layout`.
+            size: the number of tokens.
 
         Raises:
-            CompositionError: it is something else.
+            CompositionError: the argument is something else.
         """
         if value is None or isinstance(value, _VALUES):
             return value
@@ -111,8 +111,8 @@ class TokenRows:
         """Return the output for all tokens.
 
         Args:
-            outputs: of each part, sorted by rows.
-            sizes: tokens of each part.
+            outputs: the output of each part, in the order of `layout`.
+            sizes: the number of tokens of each part.
 
         Raises:
             CompositionError: an output does not have one value for each token.

@@ -1,11 +1,11 @@
 """Adapters in models that transformers has split over processes (`tp_plan="auto"`).
 
-transformers (5.24) keeps the parameters of such a layer as DTensors, and puts a function in the
-place of its forward that takes and returns plain tensors: this process's parts, or whole ones. An
-adapter acts around that function. Its tensors at a split layer are DTensors too, cut along the
-sides that its class names, so that whatever gathers, counts, saves or clips parameters sees whole
-ones; in a forward the adapter sees plain tensors, its parts. All that happens outside of a forward
-(initial values, combining, merging) is done with whole tensors, in each process.
+transformers (5.24) keeps the parameters of such a layer as DTensors, and replaces its forward with
+a function that takes and returns plain tensors: this process's parts, or whole ones. An adapter
+acts around that function. At a split layer its tensors are DTensors too, cut along the sides that
+its class names, so code that gathers, counts, saves or clips parameters sees whole ones; in a
+forward the adapter sees plain tensors, its parts. Everything outside a forward (initial values,
+combining, merging) uses whole tensors, in each process.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def parallel_forward(layer: nn.Module) -> Any:
-    """Return the function in the place of a layer's forward; None if there is none."""
+    """Return the function that replaces a layer's forward; None without one."""
     found = vars(layer).get(_FORWARD, vars(layer).get("forward"))
     is_function = isinstance(found, types.FunctionType)
     return found if is_function and found.__module__.startswith(_HOST) else None
 
 
 def _style(layer: nn.Module) -> tuple[str, Any, Any]:
-    """Return the name of the style by which a layer is split, the style, and the mesh.
+    """Return the name of the style that splits a layer, the style, and the mesh.
 
     Returns:
-        Empty and None for a layer that is not split; None where the function has no style.
+        Empty and None for a layer that is not split; None if the function has no style.
     """
     forward = parallel_forward(layer)
     if forward is None:
@@ -60,16 +60,16 @@ def _style(layer: nn.Module) -> tuple[str, Any, Any]:
 
 
 def split_of(layer: nn.Module) -> Split | str | None:
-    """Return how a layer is split; None for one that runs in each process as a whole.
+    """Return how a layer is split; None if each process runs it whole.
 
-    A layer that gets and returns whole features is split on no side, although each process has a
-    part of the weight only.
+    A layer with whole inputs and outputs is split on neither side, although each process has only
+    a part of the weight.
 
     Args:
         layer: any module of the model.
 
     Returns:
-        The name of a style that adapters cannot follow.
+        A name for a style that adapters cannot follow.
     """
     name, style, mesh = _style(layer)
     if not name:
@@ -89,13 +89,13 @@ def split_of(layer: nn.Module) -> Split | str | None:
 
 
 def heads_split_of(attention: nn.Module) -> Split | str | None:
-    """Return how the heads of an attention are split; None if each process has all.
+    """Return how an attention's heads are split; None if each process has all of them.
 
     Args:
-        attention: of the model.
+        attention: the model's attention.
 
     Returns:
-        The name of a style that adapters cannot follow, of a layer in it.
+        A name if adapters cannot follow the style of a layer in it.
     """
     found = [split_of(m) for m in attention.modules() if isinstance(m, nn.Linear)]
     unknown = (split for split in found if isinstance(split, str))
@@ -107,13 +107,13 @@ def check_split(layer: nn.Module, site: Site, config: object, adapter: Adapter) 
     """Check that an adapter can act at a layer that may be split.
 
     Args:
-        layer: at the site.
-        site: of the adapter.
-        config: of the adapter.
-        adapter: not yet added.
+        layer: the layer at the site.
+        site: the adapter's site.
+        config: the adapter's config.
+        adapter: an adapter that has not been added yet.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the adapter cannot act there.
     """
     is_attention = isinstance(adapter, AttentionAdapter)
     split = heads_split_of(layer) if is_attention else split_of(layer)
@@ -138,7 +138,7 @@ def check_split(layer: nn.Module, site: Site, config: object, adapter: Adapter) 
     if split.sides - adapter.splits or (split.sides and (site.read or is_packed)):
         what = "output" if split.outputs else "input"
         needs = (
-            "the layer's parts are packed one behind the other"
+            "the layer's parts are packed one after the other"
             if is_packed
             else ("the adapter needs all of them")
         )
@@ -155,15 +155,15 @@ class ParallelLayer(nn.Module):
     """Between `Adapted` and the class of a layer that transformers has split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function that transformers has put in the place of the layer's forward."""
+        """Run the function that replaces the layer's forward."""
         return vars(self)[_FORWARD](*args, **kwargs)
 
 
 def take_forward(layer: nn.Module) -> bool:
-    """Put away the function in the place of a layer's forward, if there is one.
+    """Put away the function that replaces a layer's forward, if there is one.
 
     Args:
-        layer: the class of which will be one with `ParallelLayer`.
+        layer: a layer that is about to get a class with `ParallelLayer`.
     """
     forward = parallel_forward(layer)
     if forward is not None:
@@ -179,7 +179,7 @@ def return_forward(layer: nn.Module) -> None:
 
 
 class ParallelCall(LayerCall):
-    """One call of a layer that transformers has split: its weight and bias are this process's."""
+    """One call of a split layer; its weight and bias are this process's parts."""
 
     @property
     def split(self) -> Split | None:  # type: ignore[override]
@@ -209,10 +209,11 @@ class ParallelCall(LayerCall):
 
 
 def split_output(layer: nn.Module) -> None:
-    """Let an output layer compute with a table of tokens that is split over processes.
+    """Make an output layer compute with a table of tokens that is split over processes.
 
     Args:
-        layer: of a head; its weight is that of the table, and its bias a parameter of its own.
+        layer: a layer of a head; its weight is that of the table, and its bias a parameter of its
+            own.
 
     Raises:
         StateError: the table is split by features, not by tokens.
@@ -240,7 +241,7 @@ def split_output(layer: nn.Module) -> None:
 
 
 class _Part(nn.Module):
-    """Mixed into the class of an adapter, or of a module in it, of which a process has a part."""
+    """Mixed into the class of an adapter, or a module in it, of which each process has a part."""
 
     _whole: type[nn.Module]
     _split: Split
@@ -264,17 +265,17 @@ class _PartOfPrefix(_Part, AttentionAdapter):
 def _local(module: Any, name: str) -> Tensor:
     parameter: Any = module._parameters.get(name)
     part = module._buffers[name] if parameter is None else parameter
-    # what fills a model that is being loaded looks for the DTensor
+    # code that fills a model during loading looks for the DTensor
     return cast("Tensor", part if part.is_meta else part.to_local())
 
 
 @functools.cache
 def _class_of_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return the class of a module of which a process has a part; it keeps its name.
+    """Return the class for a module of which each process has a part; it keeps its name.
 
     Args:
-        cls: of the module.
-        names: of its own tensors, which are DTensors.
+        cls: class of the module.
+        names: names of its own tensors, which are DTensors.
     """
     kind: type[_Part] = _Part
     if issubclass(cls, Adapter):
@@ -290,8 +291,8 @@ def keep_part(layer: nn.Module, adapter: nn.Module) -> None:
     """Keep this process's part of the tensors of an adapter, which are equal in all processes.
 
     Args:
-        layer: that will get the adapter; whole layers leave it as it is.
-        adapter: that `check_split` has checked.
+        layer: the layer that will get the adapter; a whole layer does not change it.
+        adapter: the adapter that `check_split` has checked.
     """
     if isinstance(adapter, _Part):
         return
@@ -346,12 +347,12 @@ def _slices(slices: Mapping[str, OutputSlice | None], count: Any) -> dict[str, O
 
 
 def whole(adapter: _M) -> _M:
-    """Return a copy of an adapter with whole tensors; itself if no process has just a part.
+    """Return a copy of an adapter with whole tensors; the adapter itself if it is whole.
 
     A collective call.
 
     Args:
-        adapter: of a layer.
+        adapter: a layer's adapter.
     """
     parts = [module for module in adapter.modules() if isinstance(module, _Part)]
     if not parts:
@@ -377,11 +378,11 @@ def whole(adapter: _M) -> _M:
 
 @torch.no_grad()
 def equalize(modules: Iterable[nn.Module], mesh: Any) -> None:
-    """Give each process of a mesh the first one's values of plain tensors; a collective call.
+    """Copy the values of plain tensors from a mesh's first process to all; a collective call.
 
     Args:
-        modules: new ones, the same in all processes.
-        mesh: of one dimension.
+        modules: new modules, the same in all processes.
+        mesh: a mesh with one dimension.
     """
     group = mesh.get_group()
     first = dist.get_global_rank(group, 0)

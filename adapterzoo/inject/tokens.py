@@ -1,9 +1,9 @@
 """Tokens that adapters add to the sequences of a call, and the position numbers that they change.
 
 The module called first, the whole model or an encoder in it, gets longer sequences: each added
-token has a placeholder, with an entry in mask, positions, types and labels. The adapter inserts its
-values where they join: at the table of tokens, or at the output of the module that embeds, which is
-called with the model's own tokens, so that their positions, types and norms do not change.
+token has a placeholder, with an entry in the mask, positions, types and labels. The adapter inserts
+its values at the place of `joins`: at the token table, or at the output of the embedding module,
+which is called with the model's own tokens, so their positions, types and norms do not change.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .adapted import Adapted, acting, adapters_of, shared_of
 from .layers import LayerCall
 
 _IGNORED = -100
-# arguments of tables of positions: how many tokens are cached
+# arguments of position tables: the number of cached tokens
 _COUNTS = "cache_length", "past_key_values_length"
 _NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
 
-# starts of the names of arguments that belong to other inputs, which may be as long as the tokens
+# prefixes of arguments that belong to other inputs, which may be as long as the tokens
 _OF_OTHERS = "decoder_", "pixel_"
 
 
@@ -46,22 +46,22 @@ def join(
     given: Mapping[str, Any],
     generation: Generation | None,
 ) -> tuple[Joined | None, dict[str, Any]]:
-    """Make room in the arguments of a call.
+    """Make room for added tokens in the arguments of a call.
 
     Args:
         prompts: the tokens that the plan adds.
-        rows: which rows take which part of the composition; None if all take all.
-        path: of the called module, which has the stack; that of the base model for the whole
+        rows: the part of the composition for each row; None if all rows take all of it.
+        path: path of the called module, which has the stack; that of the base model for the whole
             model.
         given: arguments of the call, by name.
-        generation: the running `generate`, None outside.
+        generation: the running `generate`, None outside of it.
 
     Returns:
-        The longer sequences, or None if the call does not get the tokens; and the arguments.
+        The longer sequences, or None if the call does not take the tokens; and the arguments.
 
     Raises:
         CompositionError: rows get different numbers of tokens, which the model cannot handle.
-        StateError: the mask does not show which tokens are real, or there are too many.
+        StateError: the mask does not show which tokens are real, or there are too many tokens.
     """
     tokens = prompts.tokens
     encoded = given.get("encoder_outputs")
@@ -75,7 +75,7 @@ def join(
         _check_even(joined, "have no mask")
         return joined, dict(given)
     if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
-        # an inner model gets the tokens in rows
+        # an inner model gets the tokens as rows
         return None, {}
     if generation is None and bounds_in(given) is not None:
         raise StateError(packed(f"{_names(prompts)} adds its tokens"))
@@ -84,11 +84,11 @@ def join(
     if not tokens.is_encoder:
         found = cached_tokens(given)
         cached = found or 0
-        # without a cache each step of `generate` has all tokens before
+        # without a cache, each step of `generate` has all earlier tokens
         new = generation.new if generation is not None and not cached else None
         if found is None or (new and t.shape[1] <= new):
             raise StateError(
-                "an adapter adds tokens at the start of a sequence, and this model does not count "
+                "an adapter adds tokens at the start of a sequence, but this model does not count "
                 "the earlier tokens in its cache. Write use_cache=False."
             )
     joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
@@ -107,9 +107,9 @@ def join(
         )
     joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
     if not tokens.is_encoder and not joined.is_even:
-        # filler in some rows must not change the positions of their tokens
+        # padding in some rows must not change the positions of their tokens
         if not generates and not joined.adds:
-            _check_even(joined, "go on from a cache whose rows are filled up behind. Use generate")
+            _check_even(joined, "continue a cache whose rows are padded at the end. Use generate")
         if generates and tokens.positions is not None and given.get("position_ids") is None:
             _check_even(joined, "come without position_ids")
     changed = dict(given)
@@ -163,7 +163,7 @@ def _check_even(joined: Joined, why: str) -> None:
 
 def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
     """Return an argument with entries for added tokens, if it has one for each token."""
-    # outputs of transformers are dicts, too
+    # outputs of transformers are dicts too
     if type(value) is dict:
         return {key: _extended(joined, name, v, shape) for key, v in value.items()}
     if not isinstance(value, Tensor) or value.is_floating_point():
@@ -195,13 +195,13 @@ def _after_encoder(
 def entered(
     module: nn.Module, path: str, joined: Joined, context: CallContext, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments with tokens that join embeddings passed by the caller.
+    """Return the arguments with tokens added to embeddings that the caller passed.
 
     Args:
-        module: that is called.
-        path: of it.
+        module: the module that is called.
+        path: its path.
         joined: the longer sequences.
-        context: of the model.
+        context: the model's context.
         given: arguments of the call, by name.
     """
     prompts, table = joined.prompts, joined.prompts.tokens.table
@@ -230,7 +230,7 @@ class AdaptedEmbeddings(Adapted):
             return super().forward(*args, **kwargs)
         if not joined.adds:
             return super(Adapted, self).forward(*args, **kwargs)
-        # the first argument is what layers are told apart by: one that is there
+        # the caller tells layers apart by the first argument: use one that exists
         kwargs = dict(sorted(kwargs.items(), key=lambda item: not isinstance(item[1], Tensor)))
         plain = functools.partial(_own, super(Adapted, self).forward, joined)
         base = LayerCall(self, plain, args, kwargs, None, active.call)
@@ -239,7 +239,7 @@ class AdaptedEmbeddings(Adapted):
 
 
 def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:
-    """Return the module's output for the model's own tokens, with room for the others."""
+    """Return the module's output for the model's own tokens, with room for the added ones."""
 
     def cut(value: Any) -> Any:
         wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == joined.length
@@ -253,7 +253,7 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
     known = joined.length - joined.count if joined.is_laid_out else None
     if not isinstance(y, Tensor) or y.dim() != 3 or known not in (None, y.shape[1]):
         raise StateError(
-            f"the module that embeds returned {list(getattr(y, 'shape', ()))}, and tokens join "
+            f"the embedding module returned {list(getattr(y, 'shape', ()))}, but tokens join "
             f"[rows, {known or 'tokens'}, d]. Write joins='inputs', or use another method."
         )
     if known is None:
@@ -263,7 +263,7 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
 
 
 NUMBERS = "position_ids"
-"""The argument for the numbers of tokens."""
+"""The argument for the number of cached tokens."""
 
 
 class AdaptedPositions(Adapted):
@@ -276,7 +276,7 @@ class AdaptedPositions(Adapted):
         if site is None:
             return plain(*args, **kwargs)
         given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
-        # a table gives embeddings, to which other adapters may add; a rotation has none
+        # a table gives embeddings, to which other adapters may add; a rotation gives none
         is_table = isinstance(self, nn.Embedding)
         if is_table and NUMBERS in self._positions:
             is_table = False
@@ -292,15 +292,15 @@ class AdaptedPositions(Adapted):
         return found if is_table else plain(**{**given, name: found})
 
     def _counted(self, given: Mapping[str, Any]) -> Tensor:
-        """Return the numbers `[tokens]` that a table would count itself, from the cache's length.
+        """Return the numbers `[tokens]` that a table would count from the cache's length.
 
         Raises:
-            CompositionError: rows of the batch have different adapters, and so different numbers.
+            CompositionError: rows of the batch have different adapters, hence different numbers.
         """
         _, plan, _ = self._planned()
         if plan.rows is not None:
             raise CompositionError(
-                f"a {type(self).__name__} counts positions alike for all rows. Write calls with "
+                f"a {type(self).__name__} counts the same positions for all rows. Write calls with "
                 f"one adapter each, or pass position_ids."
             )
         first = next(iter(given.values()))
@@ -309,10 +309,10 @@ class AdaptedPositions(Adapted):
 
 
 def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call with numbers that start at the first real token of each row.
+    """Return a call's arguments with positions that start at the first real token of each row.
 
-    Rotations depend on distances only, so that padding at the start changes nothing between tokens,
-    but a prefix keeps its position. Numbers that the caller gives are kept.
+    Rotations depend only on distances, so padding at the start changes nothing between tokens, but
+    a prefix keeps its position. Numbers from the caller are kept.
 
     Args:
         given: arguments of the model that numbers the tokens of its stack, by name.
@@ -327,7 +327,7 @@ def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str,
     numbers = given.get(NUMBERS)
     if numbers is None:
         numbers = torch.arange(before, before + tokens, device=t.device)[None]  # [1, tokens]
-    # three numbers for each token are counted by the mask
+    # three numbers per token are counted by the mask
     if mask is None or mask.shape[1] != before + tokens or numbers.dim() != 2:
         return given
     first = (mask != 0).int().argmax(1, keepdim=True)  # [rows, 1]
@@ -354,7 +354,7 @@ class AdaptedStack(Adapted):
         return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; its arguments are recorded meanwhile."""
+        """Run the module's forward; its arguments are recorded while it runs."""
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
@@ -378,12 +378,12 @@ def recorded_call(
     The outermost of several such calls makes room for the tokens that adapters add.
 
     Args:
-        module: that is called.
+        module: the module that is called.
         positions: names of the arguments of its forward that can be given by position.
-        active: of the model.
-        path: of the module below the base model.
-        args: of the call.
-        kwargs: of the call.
+        active: the model's `Active`.
+        path: path of the module below the base model.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
         with_head: whether the module is a model around the one at the path.
 
     Yields:
@@ -412,7 +412,7 @@ def recorded_call(
     ids = grid(given.get("input_ids"))
     outer = context.stacks[-1].call if context.stacks else None
     if outer is not None and outer.ids is not None:
-        # a decoder has others than its encoder
+        # a decoder has other ones than its encoder
         ids = outer.ids if ids is None or ids.shape == outer.ids.shape else ids
     elif outer is None and ids is not None and adding is not None and adding.is_laid_out:
         ids = adding.extended(adding.own(ids), NO_TOKEN)
@@ -426,10 +426,10 @@ def recorded_call(
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
         is_missed = is_first and outer is None and not context.has_joined
-        # a call without arguments, around a block that is called by itself, has no sequences
+        # a call without arguments, around a block called on its own, has no sequences
         if plan.prompts is not None and is_missed and given:
             raise StateError(
-                f"{_names(plan.prompts)} adds tokens, and no module of this call takes them. "
+                f"{_names(plan.prompts)} adds tokens, and no module of this call gets them. "
                 "Pass input_ids [batch, tokens], or activate an adapter of another method."
             )
         adds = is_first and joined is not None and joined.adds and joined.count > 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import ops
 from .ops import exactly, product
 
-# products of narrower blocks waste matrix units, and a batch of them costs more than its FLOPs
+# narrower blocks waste matrix units, and a batch of their products costs more than its FLOPs
 _NARROWEST = 16
 # for wider chunks, m products with blocks of b cost less than one with chunks of b · 2^(m−1)
 _WIDEST = 256
@@ -85,7 +85,7 @@ def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
 
 
 def folded(Q: Tensor) -> Tensor:
-    """Return the same rotation in one factor, or in all m if one would be too wide to be faster.
+    """Return the same rotation as one factor, or as all m if one would be too wide to be faster.
 
     A layer saves x and these blocks for the backward: `d_in · b · 2^(m−1)` numbers.
 
@@ -103,7 +103,7 @@ def folded(Q: Tensor) -> Tensor:
 
 
 def folds(Q: Tensor) -> bool:
-    """Return whether `folded` makes one factor of these."""
+    """Return whether `folded` would return one factor."""
     m, _, b = Q.shape[-4:-1]
     return m == 1 or b << (m - 1) <= _WIDEST
 
@@ -113,7 +113,7 @@ def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
 
     Args:
         Q: `[*experts, m, d_in / b, b, b]`.
-        narrowest: narrower chunks share a wider one as long as it is not wider than this.
+        narrowest: narrower chunks are merged into wider ones of at most this width.
 
     Returns:
         `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
@@ -172,15 +172,15 @@ def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
 
     Args:
         y: `[*experts, *batch, d_in]`, x rotated by Q.
-        x: of the same shape; an expanded row (stride 0) is copied once, and not at all if y needs
-            a gradient, which each position has for itself.
+        x: same shape; an expanded row (stride 0) is copied once, and not at all if y needs a
+            gradient, since that differs by position.
         Q: `[*experts, m, chunks, width, width]`.
     """
     if y.stride() == x.stride():
         return y
     if any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
-        # the numbers of y are equal along a row that was expanded, but not between experts or
-        # features, and their gradients are not
+        # the values of y are equal along a row that was expanded, but not between experts or
+        # features, and their gradients are not equal
         own = [*range(Q.dim() - 4), -1]
         differ = any(x.shape[i] > 1 and not x.stride(i) for i in own)
         if differ or (y.requires_grad and torch.is_grad_enabled()):
@@ -213,11 +213,11 @@ def products(Q: Tensor) -> list[Tensor]:
 
 
 def by_pairs(factor: Tensor, i: int) -> Tensor:
-    """Return factor i by chunks, and in these by the two chunks before it that it multiplies.
+    """Return factor i by chunks, each split by the two earlier chunks that it multiplies.
 
     Args:
         factor: `[*experts, d_in / b, b, b]`.
-        i: its number, from 1.
+        i: number of the factor, from 1.
 
     Returns:
         `[*experts, d_in / width, 2, width, width / 2]`, the width being b · 2ⁱ.
@@ -232,7 +232,7 @@ def by_pairs(factor: Tensor, i: int) -> Tensor:
 
 
 def from_pairs(whole: Tensor, b: int) -> Tensor:
-    """Return the blocks `[*experts, d_in / b, b, b]` of which `by_pairs` made this."""
+    """Return the blocks `[*experts, d_in / b, b, b]` from which `by_pairs` built this."""
     half = b // 2
     n = whole.shape[-1] // half
     # as in `by_pairs`, [*experts, chunks, 2, 2, n, half, n, half]
@@ -244,7 +244,7 @@ def from_pairs(whole: Tensor, b: int) -> Tensor:
 
 
 def widened(chunks: Tensor, narrowest: int = _NARROWEST) -> Tensor:
-    """Return neighbors as one wider chunk, whose other parts are zero.
+    """Return neighboring chunks as one wider chunk, whose other parts are zero.
 
     Args:
         chunks: `[*experts, chunks, chunk, chunk]`.

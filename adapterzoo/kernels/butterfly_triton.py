@@ -49,7 +49,7 @@ def rotate_tile(rows: int, width: int, sums: bool = False) -> Tile:
 
 @triton.jit
 def covered(own, k, used, total, ALONE: tl.constexpr):
-    """Return which columns of a tile are features; `ALONE`: it is one chunk."""
+    """Return which columns of a tile are features; `ALONE`: the tile is one chunk."""
     if ALONE:
         return k < used
     return (k < used) & (own * used + k < total)
@@ -57,7 +57,7 @@ def covered(own, k, used, total, ALONE: tl.constexpr):
 
 @triton.jit
 def addresses(own, k, used, width, of_chunk, of_row, of_col, total, ALONE: tl.constexpr):
-    """Return where a tile's block-diagonal matrix lies in `blocks`, and what of it is there."""
+    """Return the offsets of a tile's block-diagonal matrix in `blocks`, and its elements' mask."""
     valid = covered(own, k, used, total, ALONE)
     square = valid[:, None] & valid[None, :]
     if ALONE:
@@ -77,8 +77,8 @@ def rotate_kernel(
 ):  # fmt: skip
     """Write y = x · blockdiag(blocks) of one tile's chunks, and sums[p] = otherᵀ x of part p.
 
-    Without y or the other (None) that is left out. A backward rotates dy back, and the other is
-    what its forward rotated.
+    A result is left out if y or the other is None. A backward rotates dy back, and the other is
+    the input of its forward.
     """
     expert, own = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     p = tl.program_id(1)
@@ -110,7 +110,7 @@ def rotate_kernel(
             left = tl.load(at_left, valid[:, None] & (row < rows)[None, :], other=0.0)
             acc = product(left, tile, acc, PRECISION)
     if other is not None:
-        # only the chunks themselves, not what is between them
+        # only the chunks themselves, not the elements between them
         at, same = addresses(own, k, used, width, width * width, width, 1, total, ALONE)
         here = sums + (p.to(tl.int64) * experts + expert) * wide * width
         tl.store(here + at, acc, same)
@@ -177,7 +177,7 @@ def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(rows: int, tall: int, programs: int) -> tuple[int, int]:
-    """Return into how many parts to split the rows to keep the GPU busy, and the rows of each."""
+    """Return the number of parts of the rows that keeps the GPU busy, and the rows of each."""
     tiles = triton.cdiv(rows, tall)
     parts = max(1, min(triton.cdiv(_PROGRAMS, programs), tiles))
     part = triton.cdiv(max(tiles, 1), parts) * tall

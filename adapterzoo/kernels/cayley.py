@@ -1,6 +1,6 @@
 """The Cayley transform, from unconstrained square matrices to rotations, its series, and its fold.
 
-Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3 and §4. `cayley` makes rotations of the
+Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3 and §4. `cayley` turns the
 parameters of a butterfly, and `folded` makes one factor of m; on a GPU one kernel does both, unless
 chunks are wide. The host never waits, and all memory is torch's, as a captured graph requires.
 """
@@ -63,8 +63,8 @@ def cayley(R: Tensor) -> Tensor:
 def cayley_neumann(S: Tensor, terms: int) -> Tensor:
     """Return a sum of n terms for (I + S) (I − S)⁻¹ = I + 2 S + 2 S² + …, as PEFT truncates it.
 
-    The inverse of what `cayley` makes of S. The sum is I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹, for n = 3 the
-    one for n = 4, and I + 2 S for n = 2. It is orthogonal only up to the terms left out, so that S
+    The inverse of `cayley`'s rotation for S. The sum is I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹, for n = 3 the
+    one for n = 4, and I + 2 S for n = 2. It is orthogonal only up to the terms left out, so S
     must be small; for S = 0 it is exactly I. Source: Qiu et al. 2025, arXiv:2506.19847.
 
     Args:
@@ -89,7 +89,7 @@ def cayley_fold(R: Tensor, dropped: Tensor | None = None) -> Tensor:
 
     Args:
         R: `[*lead, m, d_in / b, b, b]`, in float32 or float64.
-        dropped: blocks that become the identity, bool `[*lead, m, d_in / b]`; None: none.
+        dropped: blocks that become the identity, bool `[*lead, m, d_in / b]`; None: no blocks.
 
     Returns:
         `[*lead, 1, chunks, width, width]`, or with all m factors; see `butterfly.folded`.

@@ -4,7 +4,7 @@ A program takes one chunk, or as many narrow ones as fill its tile. It keeps eac
 block-diagonal matrix of the chunk's features, in the butterfly's order, so that the fold is a
 product of m tiles and permutations are addresses.
 
-I + S has the symmetric part I, so that elimination needs no pivoting: all blocks of a tile go
+I + S has the symmetric part I, so elimination needs no pivoting: all blocks of a tile go
 through its b steps together. It is in float64, as the definition's solve is: in float32, Q Qᵀ = I
 holds only to 5e-4 at 179 degrees and to nothing at 180. Products of factors are in float32.
 """
@@ -25,7 +25,7 @@ from .tiles_triton import Tile, is_small, product
 
 # a program cannot keep wider chunks of a single factor, or of a product of several
 _WIDEST, _WIDEST_PRODUCT = 64, 32
-# GPUs with little shared memory compute float64 slowly, too
+# GPUs with little shared memory are also slow in float64
 _WIDEST_SMALL = 32
 
 
@@ -60,7 +60,7 @@ def places(features, i, B: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def tile_of(width, COLUMNS: tl.constexpr, USED: tl.constexpr):
-    """Return a program's features, of whole chunks, and which of them are there."""
+    """Return a program's features, of whole chunks, and which of them exist."""
     k = tl.arange(0, COLUMNS)
     features = tl.program_id(0) * USED + k
     return features, (k < USED) & (features < width)
@@ -68,20 +68,20 @@ def tile_of(width, COLUMNS: tl.constexpr, USED: tl.constexpr):
 
 @triton.jit
 def within(block, inside):
-    """Return which elements of a tile are in one block."""
+    """Return which elements of a tile are in the same block."""
     return (block[:, None] == block[None, :]) & inside[:, None] & inside[None, :]
 
 
 @triton.jit
 def chunks_at(features, inside, width, WIDE: tl.constexpr):
-    """Return where the chunks of WIDE features lie, and their elements."""
+    """Return the offsets of the chunks of WIDE features, and their elements."""
     at = tl.program_id(1).to(tl.int64) * width * WIDE + features.to(tl.int64)[:, None] * WIDE
     return at + (features % WIDE)[None, :], within(features // WIDE, inside)
 
 
 @triton.jit
 def factor_at(features, inside, width, i, B: tl.constexpr, M: tl.constexpr):
-    """Return where the blocks of factor i lie, the blocks, their elements, and the places in them.
+    """Return the offsets of factor i's blocks, the blocks, their elements, and places in them.
 
     The blocks are counted over all factors.
     """
@@ -96,10 +96,10 @@ def inverse(matrix, same, place, B: tl.constexpr):
     """Return the inverse of each block by Gauss-Jordan elimination without pivoting.
 
     Args:
-        matrix: float64, zero between blocks but for ones on the diagonal of no block.
+        matrix: float64, zero between blocks, except for ones on the diagonal outside the blocks.
         same: which elements are in a block.
-        place: of a row or column in its block, -1 in no block.
-        B: rows of a block.
+        place: place of a row or column in its block, -1 outside the blocks.
+        B: number of rows of a block.
     """
     for k in range(B):
         chosen = place == k
@@ -179,7 +179,7 @@ def cayley_fold_backward_kernel(
         for j in range(M - 1):
             here, block, same, _ = factor_at(features, inside, width, M - 1 - j, B, M)
             factor = tl.load(factors + here, same, other=0.0)
-            # the factors are rotations: Qᵀ takes the leftmost one off the product
+            # the factors are rotations: Qᵀ removes the leftmost one from the product
             rest = product(tl.trans(factor), rest, none, PRECISION)
             of_factor = product(of_whole, tl.trans(rest), none, PRECISION)
             write_gradient(dR, here, dropped, block, of_factor, factor, same, inside, PRECISION)

@@ -50,8 +50,8 @@ def compose_reference(
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
-        bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
-        t: `[*batch, rank]`; None: there is no update.
+        bias: `[d_out]`, the part of `y` that is not scaled; None without one.
+        t: `[*batch, rank]`; None without an update.
         b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
     """
@@ -78,8 +78,8 @@ def compose(
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
-        bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
-        t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None: there is no update.
+        bias: `[d_out]`, the part of `y` that is not scaled; None without one.
+        t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None without an update.
         b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
 
@@ -128,7 +128,7 @@ def compose_backward(
     if needs_gain:
         of_gain = dots(rows_of(kept), wide, bias)
         if tells:
-            # of smaller ones `small_gain_backward` makes the gradient
+            # for smaller gains, `small_gain_backward` computes the gradient
             small = gain.detach().abs() < least(kept.dtype, bias is not None)
             of_gain = of_gain / gain.masked_fill(small, 1.0)
     if needs_bias and bias is not None:
@@ -158,12 +158,12 @@ def small_gain_backward(
     scaling: float,
     small: Tensor,
 ) -> Tensor:
-    """Return the gradient of the gain, with that of the features `small` made from y itself.
+    """Return the gradient of the gain, computed from y itself for the features `small`.
 
     Differentiable again. For the other arguments see `compose_backward`.
 
     Args:
-        dy: of the output.
+        dy: gradient of the output.
         columns: these features of y, `[*batch, small]`.
         of_gain: the gradient of the gain so far.
         bias: see `compose_backward`.
@@ -186,7 +186,7 @@ def least(dtype: torch.dtype, has_bias: bool) -> float:
     """Return the smallest |gain| for which the output tells the value before; see `compose`.
 
     Args:
-        dtype: of the output.
+        dtype: dtype of the output.
         has_bias: whether a bias was added after the gain.
     """
     if has_bias:

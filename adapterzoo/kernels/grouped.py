@@ -33,11 +33,11 @@ from . import ops
 from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed
 from .ops import product
 
-# in the index: no adapter
+# value in the index for no adapter
 BASE = -1
-# numbers per chunk in the plan: its adapter, its first row, and one past its last row
+# numbers per chunk in the plan: its adapter, first row, and one past its last row
 CHUNK = 3
-# tensors that the groups of one batch keep on a device before they start anew
+# maximum number of tensors that one batch's groups keep on a device before they start anew
 _MOST_TENSORS = 64
 _HOST = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def grouped_low_rank(
         a: n factors `[rank_i, d_in]`, or their stack.
         b: n factors `[d_out, rank_i]`, or their stack.
         scaling: n factors s, or a tensor `[n]` of them on the CPU.
-        groups: which adapter each row of the batch takes.
+        groups: the adapter of each row of the batch.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
         training: whether to drop features.
 
@@ -80,7 +80,7 @@ def grouped_low_rank(
         rows gets a gradient of zeros.
 
     Raises:
-        KernelError: the groups are those of another batch or name an adapter that does not exist;
+        KernelError: the groups belong to another batch or name an unknown adapter;
             or the mode is `"triton"`, and Triton cannot take the operands.
     """
     a, b = (each if isinstance(each, Tensor) else stacked(each) for each in (a, b))
@@ -96,7 +96,7 @@ def grouped_shrink(
     Args:
         x: `[batch, *tokens, d_in]`, in any floating dtype.
         a: `[n, rank, d_in]`, from `stacked`.
-        groups: which adapter each row of the batch takes.
+        groups: the adapter of each row of the batch.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether to drop features.
 
@@ -128,7 +128,7 @@ def grouped_expand(
         t: `[batch, *tokens, rank]`, from `grouped_shrink`.
         b: `[n, d_out, rank]`, from `stacked`.
         scaling: n factors s, or a tensor `[n]` of them on the CPU.
-        groups: which adapter each row of the batch takes.
+        groups: the adapter of each row of the batch.
 
     Returns:
         Shape and dtype of `y`; a row without an adapter has its bits.
@@ -144,7 +144,7 @@ def grouped_expand(
 
 
 class RowGroups(ABC):
-    """Which of n adapters each row of a batch takes.
+    """The adapter, of n, of each row of a batch.
 
     Attributes:
         host: the adapter of each row as a tensor on the CPU, int64 `[batch]`; −1 for none.
@@ -162,7 +162,7 @@ class RowGroups(ABC):
 
     @abstractmethod
     def taken(self, stack: Tensor) -> Tensor:
-        """Return what each row of `acting` takes, `[rows, …]`, of `[n, …]`."""
+        """Return the values for each row of `acting`, `[rows, …]`, of `[n, …]`."""
 
     @abstractmethod
     def placed(self, own: Tensor, plain: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class RowGroups(ABC):
         They are zeros for rows without an adapter, which may hold inf or NaN, and send no gradient.
 
         Args:
-            stack: one for each adapter.
+            stack: a vector for each adapter.
             dim: number of dimensions of the result.
         """
 
@@ -185,9 +185,9 @@ class RowGroups(ABC):
 
 
 class RowIndex(RowGroups):
-    """Groups that are known only when they are used, so that compiled code runs for all of them.
+    """Groups that are known only when they are used, so compiled code runs for any of them.
 
-    All rows are computed, those without an adapter with the first one.
+    All rows are computed, rows without an adapter with the first adapter.
     """
 
     def __init__(self, host: Tensor, index: Tensor) -> None:
@@ -210,7 +210,7 @@ class RowIndex(RowGroups):
         return t
 
     def taken(self, stack: Tensor) -> Tensor:
-        """Return what each row takes, `[batch, …]`, of `[n, …]`."""
+        """Return the values for each row, `[batch, …]`, of `[n, …]`."""
         return stack.index_select(0, self.index.clamp(min=0))
 
     def placed(self, own: Tensor, plain: Tensor) -> Tensor:
@@ -232,12 +232,12 @@ class RowIndex(RowGroups):
 
 
 class Groups(RowGroups):
-    """The rows of one batch by adapter; made once, immutable, and shared by all layers.
+    """The rows of one batch by adapter; created once, immutable, and shared by all layers.
 
-    It does not depend on a layer. Its tensors are made on first use, once for each device, so that
-    layers neither read values from a device nor copy values to one. A batch of the same rows gets
-    the same object again, as each step of decoding does: then nothing is copied, and a forward that
-    has run once can be captured in a CUDA graph.
+    It does not depend on a layer. Its tensors are created on first use, once per device, so layers
+    neither read values from a device nor copy values to one. A batch with the same rows gets the
+    same object again, as in each step of decoding: then nothing is copied, and a forward that has
+    run once can be captured in a CUDA graph.
 
     Attributes:
         runs: (adapter, rows) of each run of rows with one adapter, -1 for none; neighbors differ.
@@ -312,7 +312,7 @@ class Groups(RowGroups):
         """Return the plan of a batch.
 
         Args:
-            runs: the number of an adapter, None or -1 for none, and how many rows in a row have it.
+            runs: the number of an adapter, None or -1 for none, and its number of consecutive rows.
         """
         joined: list[tuple[int, int]] = []
         for adapter, count in runs:
@@ -331,7 +331,7 @@ class Groups(RowGroups):
             n: number of adapters.
 
         Raises:
-            KernelError: they are those of another batch, or name an adapter beyond `n`.
+            KernelError: the groups belong to another batch, or name an adapter beyond `n`.
         """
         batch, most = self.size, max(self.adapters, default=BASE)
         if x.dim() < 2 or x.shape[0] != batch or most >= n:
@@ -344,8 +344,8 @@ class Groups(RowGroups):
         """Return an attribute as a tensor of int64.
 
         Args:
-            name: of the attribute.
-            device: of the tensor.
+            name: name of the attribute.
+            device: device of the tensor.
         """
         return self.kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
@@ -359,8 +359,8 @@ class Groups(RowGroups):
 
         Args:
             scaling: n numbers, or a tensor of them on the CPU.
-            device: of the result.
-            dtype: of the result.
+            device: device of the result.
+            dtype: dtype of the result.
         """
         if isinstance(scaling, Tensor) and device == _HOST:
             return scaling.to(dtype)
@@ -374,7 +374,7 @@ class Groups(RowGroups):
         return t.index_select(0, self.numbers("rows", t.device)) if self.base else t
 
     def taken(self, stack: Tensor) -> Tensor:
-        """Return what each row of `acting` takes, `[rows, …]`, of `[n, …]`."""
+        """Return the values for each row of `acting`, `[rows, …]`, of `[n, …]`."""
         return stack.index_select(0, self.numbers("of_rows", stack.device))
 
     def placed(self, own: Tensor, plain: Tensor) -> Tensor:
@@ -401,9 +401,9 @@ class Groups(RowGroups):
         """Return the plan for the Triton kernels, int32; see `plan_of`.
 
         Args:
-            tokens: of each row.
+            tokens: number of tokens of each row.
             n: number of adapters.
-            device: of the plan.
+            device: device of the plan.
         """
         key = (tokens, n, device)
         return self.kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
@@ -415,12 +415,12 @@ class Groups(RowGroups):
         dtype: torch.dtype,
         values: Callable[[], Sequence[float]],
     ) -> Tensor:
-        """Return a tensor of the batch, made once (or twice, by two threads)."""
+        """Return a tensor of the batch, created once (or twice, by two threads)."""
         if _is_gpu(device):
-            # another stream could read it before it is there
+            # another stream could read it too early
             key = *key, torch.cuda.current_stream(device).cuda_stream
             if ops.is_captured():
-                # the graph reads its tensors whenever it runs
+                # a captured graph reads its tensors whenever it runs
                 _CAPTURED.add(self)
         found = self._made.get(key)
         if found is None:
@@ -441,7 +441,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def _is_gpu(device: torch.device) -> bool:
-    # fake tensors may be of one that is not there
+    # fake tensors may be on a device that does not exist
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 
@@ -451,11 +451,11 @@ def _made(runs: tuple[tuple[int, int], ...]) -> Groups:
         return Groups(runs, torch.tensor(index, dtype=torch.int64))
 
 
-# address of `host` → its groups, while there are any
+# address of `host` → its groups, while they exist
 _by_host: weakref.WeakValueDictionary[int, Groups] = weakref.WeakValueDictionary()
 
 
-# for the latest batches; a service that repeats its batches copies nothing
+# groups of the latest batches; a service that repeats its batches copies nothing
 @functools.lru_cache(maxsize=64)
 def _remembered(runs: tuple[tuple[int, int], ...]) -> Groups:
     groups = _made(runs)
@@ -476,20 +476,20 @@ _CAPTURED: set[Groups] = set()
 
 
 def chunk_rows(tokens: int) -> int:
-    """Return how many rows of an adapter a program takes; a decoding step has few rows."""
+    """Return the number of rows of an adapter per program; a decoding step has few rows."""
     return 64 if tokens >= 64 else 16
 
 
 def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
     """Return the rows sorted by adapter, and their chunks: `[batch + n + 1 + CHUNK · chunks]`.
 
-    First the rows of the batch, those without an adapter before the others, which are sorted by
-    adapter; then the place at which each adapter's rows begin, and the end; then the chunks, whose
-    rows are those of x flattened in that order.
+    First the rows of the batch: those without an adapter, then the others, sorted by adapter; then
+    the place at which each adapter's rows begin, and the end; then the chunks, whose rows are
+    those of x flattened in that order.
 
     Args:
-        groups: of the batch.
-        tokens: of each row of the batch.
+        groups: the batch's groups.
+        tokens: number of tokens of each row of the batch.
         n: number of adapters.
     """
     lengths = dict(zip(groups.adapters, groups.lengths, strict=True))
@@ -504,7 +504,7 @@ def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
 def grouped_shrink_torch(
     x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups
 ) -> Tensor:
-    """Project down: t = dropout(x) aᵀ; `noise` as `dropout_bits` drew it.
+    """Project down: t = dropout(x) aᵀ; `noise` from `dropout_bits`.
 
     `x` `[batch, *tokens, d_in]`, `a` `[n, rank, d_in]` → `[batch, *tokens, rank]` in the dtype
     of `a`; zero for a row without an adapter.
@@ -598,7 +598,7 @@ def _factors(factors: Tensor, groups: Groups) -> Tensor:
 
 
 def _summed(own: Tensor, like: Tensor, groups: Groups) -> Tensor:
-    """Return the sum over each adapter's rows `[n, …]`, of `[rows, …]`; zero if it has none."""
+    """Return the sum over each adapter's rows `[n, …]`, of `[rows, …]`; zero without rows."""
     numbers = groups.numbers("of_rows", own.device)
     return own.new_zeros(like.shape).index_add(0, numbers, own).to(like.dtype)
 
@@ -620,8 +620,8 @@ def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> Ten
 
 
 def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with the `Groups` for torch, with the plan on the device for Triton."""
-    # a backward has two flags at its end
+    """Return the arguments with `Groups` for torch, or with the plan on the device for Triton."""
+    # a backward has two flags at the end
     at = len(args) - (1 if isinstance(args[-1], Tensor) else 3)
     x, factor = args[0], args[2] if isinstance(args[2], Tensor) else args[1]
     groups = _of_host(args[at])

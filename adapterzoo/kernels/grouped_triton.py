@@ -2,8 +2,8 @@
 
 The kernels are those of `low_rank_triton` and `compose_triton`, with the batch's plan
 (`grouped.plan_of`): a program takes a chunk of rows of one adapter and reads their numbers from the
-plan, so that rows are not gathered or scattered in memory. Rows without an adapter form chunks too,
-so that every output is written. The gradient of a factor is the sum over the rows of its adapter,
+plan, so rows are not gathered or scattered in memory. Rows without an adapter also form chunks,
+so every output is written. The gradient of a factor is the sum over the rows of its adapter,
 in a fixed order: the same operands give the same bits.
 
 Dtypes are those of `low_rank_triton`: products in the factors' dtype, sums in float32.

@@ -9,7 +9,7 @@ than a call.
 
 The backward pass can repeat the dropout. The torch form draws the mask bit by bit and keeps it
 packed, in a 32nd of the size of a float32 input. In Triton the mask is a function of seed and
-position, so that only the seed is kept.
+position, so only the seed is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .ops import product
 
 # probabilities are rounded to multiples of 2⁻¹⁶; the scale uses the multiple, to keep the mean
 PLANES = 16
-# the low 32 bits of a number
+# mask of the low 32 bits of a number
 _LOW = 0xFFFFFFFF
 
 
@@ -121,7 +121,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def dropout_threshold(p: float) -> int:
-    """Return how many of 2¹⁶ equally likely numbers drop a feature; always fewer than all.
+    """Return how many of 2¹⁶ equally likely numbers drop a feature; never all of them.
 
     Args:
         p: probability, 0 to below 1.
@@ -151,7 +151,7 @@ def dropout_bits(x: Tensor, p: float) -> Tensor:
 
     Returns:
         uint8, one dimension; its length is a multiple of 8. Bit k of byte i is the feature at
-        k · length + i in the flattened `x`, so that all features unpack in a few vector operations.
+        k · length + i in the flattened `x`, so all features unpack in a few vector operations.
     """
     level, planes = dropout_threshold(p), PLANES
     while level and level & 1 == 0:
@@ -162,7 +162,7 @@ def dropout_bits(x: Tensor, p: float) -> Tensor:
     # random int64 numbers, all equally likely
     shape, least = (planes, words), -(2**63)
     if torch.compiler.is_compiling():
-        # but for one of 2⁶⁴, which the upper bound excludes; takes longer
+        # except for one of 2⁶⁴, which the upper bound excludes; including it takes longer
         drawn = torch.randint(least, 2**63 - 1, shape, device=x.device) ^ least
     else:
         drawn = torch.empty(shape, dtype=torch.int64, device=x.device).random_(least, None)
@@ -170,7 +170,7 @@ def dropout_bits(x: Tensor, p: float) -> Tensor:
     for bit in rest:
         level >>= 1
         dropped = dropped.bitwise_or_(bit) if level & 1 else dropped.bitwise_and_(bit)
-    # new memory, not a part of all that was drawn
+    # new memory, not a view of all that was drawn
     return dropped.bitwise_not().view(torch.uint8)  # [8 · words]
 
 
@@ -212,7 +212,7 @@ def _mask_of_seed(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
 
 
 def shrink_torch(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
-    """Project down: t = dropout(x) aᵀ; `noise` as `bits` drew it.
+    """Project down: t = dropout(x) aᵀ; `noise` from `dropout_bits`.
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """

@@ -1,7 +1,7 @@
 """The low-rank update in Triton: shrink t = x Aᵀ and expand y + s · t Bᵀ, with their backwards.
 
 The shrink reads x once; expand is a composition without a gain, in `compose_triton`. The kernels
-are those of mixed batches too, whose plan says which rows a program takes; see `grouped_triton`.
+are also those of mixed batches, whose plan says which rows a program takes; see `grouped_triton`.
 There are no atomics: the same operands give the same bits.
 
 Products are in the dtype of the factors, as in the definition: x, y and dy are cast when they are
@@ -133,7 +133,7 @@ def outer_kernel(
     acc = tl.zeros((COLUMNS, RANK), tl.float32)
     for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         row = rows_at(plan, at + tl.arange(0, ROWS), end, rows, tokens)
-        # asynchronous, unlike the transposed of a tile
+        # asynchronous, unlike the transpose of a tile
         inside = (k < width)[:, None] & (row < rows)[None, :]
         left = tl.load(x_columns + row.to(tl.int64)[None, :] * x_row, inside, other=0.0).to(dtype)
         if seed is not None:
@@ -236,7 +236,7 @@ def shrink_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Two products, since the one only writes dx and the other only reads x: a kernel for both would
+    Two products, since one only writes dx and the other only reads x: a kernel for both would
     save no pass. Without dropout they are torch's. Without `needs_a`, `x` may be empty: only its
     dtype is read.
     """

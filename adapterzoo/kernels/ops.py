@@ -1,6 +1,6 @@
-"""Which code computes a kernel, and the registration and launch of operators.
+"""The choice of code that computes a kernel, and registration and launch of operators.
 
-An operator has two forms: its definition in torch operations, with a backward of its own, and a
+An operator has two forms: its definition in torch operations, with its own backward, and a
 Triton kernel; one call registers both. Registered operators work with `torch.compile`, fake
 tensors, autocast, DDP and FSDP2.
 
@@ -43,8 +43,8 @@ ORIGINAL = (Tensor, torch.nn.Parameter)
 _mode = "auto"
 _CHANGE = threading.Lock()
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
-# torch.library looks up its caller by inspect.getmodule, which searches all modules for a file that
-# is not in its (private) cache
+# torch.library looks up its caller by inspect.getmodule, which searches all modules for a file
+# missing from its (private) cache
 inspect.modulesbyfile[__file__] = __name__
 # the dispatch key that tracks views
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -53,7 +53,7 @@ _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 Operator: TypeAlias = Callable[..., Any]
 """An operator, or a function that computes it, of tensors, numbers and strings."""
 Prepare: TypeAlias = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
-"""From whether Triton computes, and an operator's arguments, to the arguments of the function."""
+"""Whether Triton computes, and an operator's arguments → the function's arguments."""
 
 
 def obstacle(x: Tensor) -> str | None:
@@ -63,7 +63,7 @@ def obstacle(x: Tensor) -> str | None:
     if INTERPRETED:
         return None
     if x.device.type != "cuda":
-        return f"the operands are on {x.device}, and Triton needs a CUDA device"
+        return f"the operands are on {x.device}, but Triton needs a CUDA device"
     if ROCM:
         return f"{x.device} is an AMD GPU, on which the kernels have not been tested"
     if _capability(x.device) < (8, 0):
@@ -83,7 +83,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
         kernel: a function under `triton.jit`.
         grid: number of programs along each axis; nothing runs if one is 0.
         operands: tensors and numbers, in the kernel's order.
-        constants: its constant expressions and Triton's own options.
+        constants: the kernel's constant expressions, and Triton's own options.
 
     Raises:
         KernelError: the operands are not all on one device.
@@ -114,22 +114,22 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exactly(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which autocast changes no dtype; some kinds of device have no autocast.
+    """Return a context in which autocast changes no dtype; some device types have no autocast.
 
     Args:
-        device: of the operands.
+        device: device of the operands.
     """
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Return whether autocast changes dtypes on a device; some kinds of device have none."""
+    """Return whether autocast changes dtypes on a device; some device types have none."""
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def use(mode: str) -> contextlib.ExitStack:
-    """Choose what computes all kernels, from now on or until a `with` block ends.
+    """Choose the code that computes all kernels, permanently or until a `with` block ends.
 
     A mode changes time and memory; results change only by rounding and by the random numbers of
     dropout. It applies to the whole process: other threads see the change at their next call, and
@@ -137,7 +137,7 @@ def use(mode: str) -> contextlib.ExitStack:
     when it runs, not that of its forward. A compiled model is recompiled after a change.
 
     Args:
-        mode: `"auto"`: Triton on CUDA if it takes the operands, otherwise torch operations with
+        mode: `"auto"`: Triton on CUDA if it takes the operands, else torch operations with
             hand-written backward passes. `"reference"`: the definitions, differentiated by
             autograd. `"triton"`: Triton or an error.
 
@@ -157,7 +157,7 @@ def use(mode: str) -> contextlib.ExitStack:
 def is_reference() -> bool:
     """Return whether to compute kernels by their definitions, as for torch.func.
 
-    Its transforms cannot look into operators of our own.
+    Its transforms cannot look into custom operators.
     """
     if _mode == "reference":
         return True
@@ -165,7 +165,7 @@ def is_reference() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
+    """Return whether torch operations compute a kernel of `x`, and autocast changes no dtype.
 
     This is the usual case on a CPU, where each call in Python counts.
     """
@@ -176,7 +176,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def asks_triton(x: Tensor) -> bool:
-    """Return whether Triton computes at all: on CUDA, or if it is requested."""
+    """Return whether Triton is used at all: on CUDA, or on request."""
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda" and not ROCM)
 
 
@@ -187,9 +187,9 @@ def takes_triton(kernel: str, *given: Tensor | None, single: bool = False) -> bo
     for each, and models for GPUs are in half precision. The interpreter takes them.
 
     Args:
-        kernel: its name, for the message.
-        given: all of its floating-point tensors, on one device; None is ignored.
-        single: whether Triton takes operands that are all float32 too.
+        kernel: name of the kernel, for the message.
+        given: all its floating-point tensors, on one device; None is ignored.
+        single: whether Triton also takes operands that are all float32.
 
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take them.
@@ -235,7 +235,7 @@ def register(
 
     Args:
         schema: `"name(Tensor x, …) -> Tensor"`.
-        run: computes it, on every device, below autograd and autocast.
+        run: computes it on every device, below autograd and autocast.
         shapes: the same for fake tensors: empty outputs of the right shape, dtype and device.
         function: its `forward` saves for the backward pass and returns `below(op, …)`; None for
             an operator that is not differentiated.
@@ -290,7 +290,7 @@ def product(
         noise: the position of dropout's noise; None: no dropout.
         prepare: converts the operator's arguments to those of the functions.
         narrows: see `register`.
-        width: returns the width of x from the factor.
+        width: a function that returns the width of x from the factor.
 
     Returns:
         Both operators.
@@ -353,7 +353,7 @@ def computed(
     Args:
         triton: `"module.function"`, imported when needed.
         in_torch: the same in torch operations.
-        operands: how many of the first arguments Triton must be able to take; None is ignored.
+        operands: number of leading arguments that Triton must be able to take; None is ignored.
         noise: the position of dropout's noise: a seed is for Triton and bits are for torch, so
             that a backward uses the mask of its forward.
         prepare: converts the operator's arguments to those of the functions.
@@ -412,7 +412,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Args:
         run: a function that draws no random numbers, reads no other learned tensor, and does not
             depend on autocast.
-        x: of any shape.
+        x: a tensor of any shape.
     """
     if torch.compiler.is_compiling() or is_reference():
         return run(x)

@@ -26,7 +26,7 @@ from .tiles_triton import Tile, is_small, product, product_float32, writes_float
 
 # a program cannot keep a larger rank
 _WIDEST_RANK = 64
-# up to so many rows, tall tiles would leave multiprocessors idle
+# up to this many rows, tall tiles would leave multiprocessors idle
 _MANY = 4096
 
 
@@ -48,7 +48,7 @@ def row_norm_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False)
         return Tile(32, columns, 64, 8, 4)
     if fused:
         return Tile(tall, columns, 16, 4, 3)
-    # without products w alone is loaded ahead
+    # without products, only w is loaded ahead
     return Tile(tall, max(64, columns), 16, 8 if small else 4, 4)
 
 
@@ -127,7 +127,7 @@ def row_norm_kernel(
     if m is not None:
         zero = length == 0.0
         wide = tl.load(m + row, row < rows, other=0.0).to(tl.float32)
-        # rounded correctly: a fresh gain is exactly one
+        # rounded correctly: a new gain is exactly one
         length = tl.where(zero, 1.0, length)
         tl.store(norm + row, tl.where(zero, 1.0, tl.div_rn(wide, length)), row < rows)
         tl.store(inverse + row, tl.where(zero, 0.0, 1.0 / length), row < rows)

@@ -1,4 +1,4 @@
-"""Functions of all Triton kernels: products of any dtype, dropout from a seed, sizes of tiles.
+"""Functions for all Triton kernels: products in any dtype, dropout from a seed, tile sizes.
 
 Addresses are computed in 64 bits, because row · stride can exceed 2³¹.
 """
@@ -22,13 +22,13 @@ from .grouped import CHUNK, chunk_rows
 
 _INTERPRETED = tl.constexpr(ops.INTERPRETED)
 _CHUNK = tl.constexpr(CHUNK)
-# rows of a decoding step
+# number of rows of a decoding step
 FEW = 64
 # shared memory of a program on an A100; GPUs of sm 86, 89 and 120 have 101,376
 _LARGE = 166_912
 # programs that keep the multiprocessors of a large GPU busy: three or four on each
 _PROGRAMS = 512
-# tiles that a program of a loop takes at least, so that it loads one while it computes another
+# minimum number of tiles per program with a loop, so that one loads while another is computed
 _TILES = 4
 # whether torch can ask cuBLAS for the sums of a product of half precision, since 2.8
 _WRITES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
@@ -38,11 +38,11 @@ class Tile(NamedTuple):
     """One configuration of a kernel.
 
     Attributes:
-        rows: of a program's tile.
-        columns: features read or written at a time.
-        rank: of the factors at a time; the true rank is padded to it or split into it.
-        warps: of 32 threads.
-        stages: how many tiles are loaded ahead.
+        rows: number of rows of a program's tile.
+        columns: number of features read or written at a time.
+        rank: rank of the factors at a time; the true rank is padded to it or split into it.
+        warps: number of warps, of 32 threads each.
+        stages: number of tiles loaded ahead.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     def pipelined(self) -> dict[str, int]:
         """Settings of a kernel whose loop names its stages.
 
-        Of loops that do not, Triton loads only the operands of products ahead.
+        In other loops, Triton loads only the operands of products ahead.
         """
         return {**self.settings, "STAGES": self.stages}
 
@@ -72,9 +72,9 @@ class RowPlan(NamedTuple):
 
     Attributes:
         values: int32.
-        batch: rows of the batch.
-        tokens: of each row.
-        adapters: their number.
+        batch: number of rows of the batch.
+        tokens: number of tokens of each row.
+        adapters: number of adapters.
     """
 
     values: Tensor
@@ -84,22 +84,22 @@ class RowPlan(NamedTuple):
 
     @property
     def tall(self) -> int:
-        """Rows of a chunk, at most."""
+        """Maximum number of rows of a chunk."""
         return chunk_rows(self.tokens)
 
     @property
     def head(self) -> int:
-        """Where the chunks begin."""
+        """The offset of the chunks."""
         return self.batch + self.adapters + 1
 
     @property
     def chunks(self) -> int:
-        """Their number; 0 without tokens."""
+        """The number of chunks; 0 without tokens."""
         return (self.values.shape[0] - self.head) // CHUNK if self.tokens else 0
 
 
 def tall(rows: int) -> int:
-    """Return how many rows a program takes of so many."""
+    """Return the number of rows per program, given the number of all rows."""
     return 16 if rows <= FEW else 64
 
 
@@ -122,25 +122,25 @@ def is_small(x: Tensor) -> bool:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return how many bytes one program may use on a CUDA device; the interpreter has no limit."""
+    """Return the bytes that one program may use on a CUDA device; the interpreter has no limit."""
     if device.type != "cuda":
         return 1 << 30
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def cut(rank: int) -> int:
-    """Return how much of the rank a program takes at a time; matrix units need at least 16."""
+    """Return the part of the rank that a program takes at a time; matrix units need at least 16."""
     return 16 if rank <= 16 else 64
 
 
 def parted(width: int, columns: int, programs: int, most: int = _PROGRAMS) -> tuple[int, int]:
-    """Return into how many parts to split the features to keep the GPU busy, and their width.
+    """Return the number of parts of the features that keeps the GPU busy, and their width.
 
     Args:
         width: number of features.
-        columns: of a tile.
-        programs: that share the work of each part.
-        most: programs in all.
+        columns: number of columns of a tile.
+        programs: number of programs that share the work of each part.
+        most: maximum number of programs.
     """
     tiles = triton.cdiv(width, columns)
     parts = max(1, min(most // max(programs, 1), tiles // _TILES))
@@ -205,7 +205,7 @@ def loaded(x, row, of_row, rows, column, of_column, columns):
 
 @triton.jit
 def rows_at(plan, place, end, rows, tokens):
-    """Return the rows at some places of a mixed batch's order, `rows` from the end on.
+    """Return the rows at some positions of a mixed batch's order, and `rows` beyond the end.
 
     Without a plan (None) the rows are in order.
     """

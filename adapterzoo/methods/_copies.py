@@ -1,24 +1,24 @@
-"""What an adapter trains of the base model itself, by copies in place of the layer's own values.
+"""Trained copies: an adapter's own values in place of the base model's.
 
-y = f_θ'(x) with the function f of the layer and parameters θ' of the adapter, initially the layer's
-own θ. After other adapters in a stack it adds its change: y + f_θ'(x) − f_θ(x).
+y = f_θ'(x) with the layer's function f and the adapter's parameters θ', initially the layer's θ.
+After other adapters in a stack it adds its change: y + f_θ'(x) − f_θ(x).
 
-Layers (`modules_to_save`, norms, the table of tokens with `train_embeddings`) have whole copies.
+Layers (`modules_to_save`, norms, the token table with `train_embeddings`) have whole copies.
 
 Rows of the table (`trainable_token_indices`): E'(t) = R[i] for the i-th token of the list, E(t) for
-all others. The padding token of the embedding gets no gradient there, as in torch. An output layer
-that is tied to the table scores these tokens with R as well: logits[t] = h · R[i] + b[t].
+all others. The embedding's padding token gets no gradient there, as in torch. An output layer tied
+to the table also scores these tokens with R: logits[t] = h · R[i] + b[t].
 
 Biases (`bias`; Ben Zaken et al. 2021, arXiv:2106.10199, BitFit): y + b' − b.
 
 Differs from PEFT: several can act in one call, in a stack or an average, and each row of a batch
-can have its own, whatever the layer; merging writes the values into the layer. Biases of the base
-model itself do not change, so that the model without the adapter keeps them. For rows, the table is
-not copied in each forward, and a bias of the output layer is kept. Differs from adapters: there
+can have its own, at any layer; merging writes the values into the layer. The base model's own
+biases do not change, so the model without the adapter keeps them. For rows, the table is not
+copied in each forward, and the output layer keeps its bias. Differs from adapters: there
 `train_embeddings` trains the table of the base model, for all adapters.
-Cost: the parameters of the layer for each adapter, and alone nothing in the forward; d_out for a
-bias; tokens · d for rows. The file of a table holds the rows that differ.
-Cannot do: layers that are called with more than one input, quantized ones, batch norms.
+Cost: the layer's parameters for each adapter, and, if it acts alone, nothing in the forward; d_out
+for a bias; tokens · d for rows. The file of a table holds only the rows that differ.
+Cannot do: layers called with more than one input, quantized layers, batch norms.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from adapterzoo.patterns import Saved, TokenIds, around, matches
 from ._init import dtype_named
 
 ROWS = "token rows"
-"""The location of the rows of a table; all modules that share the table share them."""
+"""The location of a table's rows, shared by all modules that share the table."""
 TIED, TIED_COPY = "tied", "tied copy"
-"""The locations of an adapter of the table of tokens that acts in all layers with its weight."""
+"""The locations of an adapter of the token table that acts in all layers with its weight."""
 WITH_OUTPUTS = (ROWS, TIED, TIED_COPY)
-"""The locations of what acts in the output layers that are tied to the table too."""
+"""The locations of adapters that also act in output layers tied to the table."""
 
 
 class Copy(WeightAdapter):
-    """y = f_θ'(x), with the function f of the layer and parameters θ', initially the layer's θ.
+    """y = f_θ'(x), with the layer's function f and parameters θ', initially the layer's θ.
 
     Attributes:
-        noun: what it is a copy of, for messages.
+        noun: what is copied, for messages.
     """
 
     noun: ClassVar[str]
@@ -64,13 +64,13 @@ class Copy(WeightAdapter):
         """Return θ, the values of the layer, by the names of the adapter's parameters."""
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the values of the layer."""
+        """Copy the values of the layer."""
         with torch.no_grad():
             for name, value in self.identity_values(base).items():
                 self.get_parameter(name).copy_(value)
 
     def _refuse(self, strategy: Combination) -> None:
-        """Refuse a strategy that leaves out entries; all others combine the values linearly."""
+        """Refuse strategies that drop entries; all others combine the values linearly."""
         if strategy.prunes:
             raise strategy.refusal(f"{self.noun} has none")
 
@@ -100,12 +100,12 @@ class LayerCopy(Copy, CopyAdapter):
     held: ClassVar[str] = "layer"
 
     def __init__(self, transposed: bool) -> None:
-        """Wait for the copy; the argument is the attribute."""
+        """Prepare for the copy; the argument sets the attribute."""
         super().__init__()
         self.transposed = transposed
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the output of the copy, or with earlier adapters add its change."""
+        """Return the copy's output, or, after earlier adapters, add its change."""
         if self.transposed and x.is_floating_point() and isinstance(self.layer, nn.Embedding):
             return self._scored(x, base)
         if base.is_original:
@@ -121,7 +121,7 @@ class LayerCopy(Copy, CopyAdapter):
         return own if y is plain else y + (own - plain)
 
     def _run(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the copy's output; values of another dtype are cast to that of the layer."""
+        """Return the copy's output; values in another dtype are cast to the layer's."""
         like = base.parameters
         out: Tensor
         if all(self._own(name).dtype is value.dtype for name, value in like.items()):
@@ -165,9 +165,9 @@ class LayerCopy(Copy, CopyAdapter):
 
 
 class Table(LayerCopy):
-    """The embedding of tokens with a table of its own, `[vocab_size, d]`, for `train_embeddings`.
+    """The token embedding with its own table, `[vocab_size, d]`, for `train_embeddings`.
 
-    All embeddings that share the table of the model share it.
+    All embeddings that share the model's table share this one.
     """
 
     noun: ClassVar[str] = "a table"
@@ -186,11 +186,11 @@ class Table(LayerCopy):
 
 @config_class
 class SavedModulesConfig(CopyConfig):
-    """The part of a config that its `modules_to_save` add.
+    """The part of a config that `modules_to_save` adds.
 
     Attributes:
-        names: of modules; each layer in one gets a copy.
-        tied: paths of layers with one weight, which share one copy.
+        names: names of modules; each layer in one gets a copy.
+        tied: paths of layers with the same weight, which share one copy.
     """
 
     architecture: ClassVar[str] = "modules_to_save"
@@ -245,10 +245,10 @@ def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
 
 @config_class
 class BiasConfig(AdapterConfig):
-    """The part of a config that its `bias` adds.
+    """The part of a config that `bias` adds.
 
     Attributes:
-        paths: of the layers; None for all that have a bias.
+        paths: paths of the layers; None for all that have a bias.
     """
 
     architecture: ClassVar[str] = "bias"
@@ -256,10 +256,10 @@ class BiasConfig(AdapterConfig):
     paths: tuple[str, ...] | None = None
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each of the layers that has a bias.
+        """Return one placement for each of the layers with a bias.
 
         Raises:
-            SiteError: one has a bias that is not simply added to its output.
+            SiteError: a layer does more with its bias than add it to the output.
 
         Warns:
             UserWarning: no layer has a bias.
@@ -270,7 +270,7 @@ class BiasConfig(AdapterConfig):
         if odd:
             raise SiteError(f"bias: {listing(odd)} do more than add theirs. Write bias='none'.")
         if not sites:
-            warnings.warn("bias: no layer has one to train. Write bias='none'.", stacklevel=2)
+            warnings.warn("bias: no layer has a bias to train. Write bias='none'.", stacklevel=2)
         return [Placement(site, self, "bias") for site in sites]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OwnBias:
@@ -288,17 +288,17 @@ class OwnBias(Copy):
         """Make the bias.
 
         Args:
-            site: gives the width.
-            device: of the bias.
-            dtype: of the layer.
+            site: the site, which sets the width.
+            device: device of the bias.
+            dtype: the layer's dtype.
         """
         super().__init__()
-        # the output of a convolution, or a norm of channels, is [batch, d_out, *places]
+        # the output of a convolution, or a norm over channels, is [batch, d_out, *places]
         self.is_spatial = site.kind == "layer"
         self.own = nn.Parameter(torch.zeros(site.d_out, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the other bias. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        """Return the layer with the adapter's bias. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         if base.bias is None:
             return y
@@ -330,13 +330,13 @@ class OwnBias(Copy):
 
 @config_class
 class TokenRowsConfig(AdapterConfig):
-    """The part of a config that its `trainable_token_indices` add, for one table.
+    """The part of a config that `trainable_token_indices` adds, for one table.
 
     Attributes:
-        table: name or end of the path of the embedding; None for the model's own table of tokens.
-        tokens: their numbers, in ascending order.
-        dtype: of the rows, by name; None for that of the table.
-        init_weights: whether rows start as those of the table; False: standard normal.
+        table: name or end of the path of the embedding; None for the model's own token table.
+        tokens: the token ids, in ascending order.
+        dtype: dtype of the rows, by name; None for that of the table.
+        init_weights: whether rows start as copies of the table's; False: standard normal.
     """
 
     architecture: ClassVar[str] = "token_rows"
@@ -347,22 +347,22 @@ class TokenRowsConfig(AdapterConfig):
     init_weights: bool = True
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each module that has the table.
+        """Return one placement for each module with the table.
 
         Raises:
-            SiteError: there is no such table, there are several, or it has fewer tokens.
+            SiteError: there is no such table, or several, or it has fewer tokens.
         """
         name = None if self.table is None else (self.table,)
         found = tables_in(anatomy, name, "{'name of an embedding': [ids]}")
         if len(found) > 1:
             raise SiteError(
-                f"trainable_token_indices={{{self.table!r}: …}}: this is the name of embeddings "
+                f"trainable_token_indices={{{self.table!r}: …}}: this name belongs to embeddings "
                 f"with different tables, {listing([group[0] for group in found])}. Write a path."
             )
         return self.at(found[0], anatomy)
 
     def at(self, group: Sequence[str], anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each path of embeddings that share a table.
+        """Return one placement for each path of the embeddings that share a table.
 
         Raises:
             SiteError: the table has fewer tokens.
@@ -383,11 +383,11 @@ class TokenRowsConfig(AdapterConfig):
 
 
 class TokenRows(Copy):
-    """The table, or the output layer tied to it, with other rows for some tokens.
+    """The table, or the output layer tied to it, with the adapter's rows for some tokens.
 
     Attributes:
         rows: R `[tokens, d]`.
-        tokens: their numbers, in ascending order.
+        tokens: the token ids, in ascending order.
     """
 
     container = "trainable_tokens_delta"
@@ -406,29 +406,29 @@ class TokenRows(Copy):
         """Make the rows.
 
         Args:
-            tokens: in ascending order.
-            width: of the table.
-            device: of the rows.
-            dtype: of the rows.
-            are_copied: whether they start as those of the table; otherwise they are drawn.
+            tokens: the token ids, in ascending order.
+            width: width of the table.
+            device: device of the rows.
+            dtype: dtype of the rows.
+            are_copied: whether they start as copies of the table's; if not, they are drawn.
         """
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
         self.ids = tokens
         self.are_copied = are_copied
-        # the config has them, so that files need not
+        # the config has them, so files need not
         numbers = torch.tensor(tokens, device=device, dtype=torch.long)
         self.register_buffer("tokens", numbers, persistent=False)
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the rows of the table, or draw others."""
+        """Copy the rows of the table, or draw them."""
         if self.are_copied:
             super().init_from_layer(base)
         else:
             nn.init.normal_(self.rows)
 
     def renumber(self) -> None:
-        """Set the numbers again, after a model was made on the meta device."""
+        """Set the token ids again, after a model was created on the meta device."""
         self.tokens = torch.tensor(self.ids, device=self.rows.device, dtype=torch.long)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -449,7 +449,7 @@ class TokenRows(Copy):
         own = embedding(at, self.rows, self.ids.index(padding) if padding in self.ids else None)
         scale = base.scale
         if isinstance(scale, Tensor):
-            # cast like the families that have such a scale
+            # cast as the model families with such a scale do
             own = own * scale.to(own.dtype)
         elif scale != 1.0:
             own = own * scale
@@ -458,14 +458,14 @@ class TokenRows(Copy):
         return torch.where(listed, own if y is plain else y + (own - plain), y)
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
-        """Return the rows for a slot of the same tokens.
+        """Return the rows for a slot with the same tokens.
 
         Raises:
-            ConfigError: it has rows of others.
+            ConfigError: the slot has rows of other tokens.
         """
         if self.ids != slot.ids:
             raise ConfigError(
-                f"the slot has rows of the tokens {listing(slot.ids)}, and the values are of "
+                f"the slot has rows of the tokens {listing(slot.ids)}, but the values are of "
                 f"{listing(self.ids)}. Write hotswap=False, overwrite_ok=True."
             )
         return super().in_slot(slot)
@@ -486,8 +486,8 @@ def tables_in(
     """Return the tables of a model, each as the paths of the embeddings that share it.
 
     Args:
-        anatomy: of the model.
-        names: of embeddings, as in `target_modules`; None: the model's own table of tokens.
+        anatomy: the model's anatomy.
+        names: names of embeddings, as in `target_modules`; None: the model's own token table.
         hint: how to name an embedding.
 
     Raises:
@@ -503,7 +503,7 @@ def tables_in(
         named = names if isinstance(names, str) else listing(parts)
         what = "table of tokens" if names is None else f"embedding {named}"
         raise SiteError(
-            f"rows of embeddings are to be trained, and this model has no {what}; embeddings: "
+            f"rows of embeddings are to be trained, but this model has no {what}; embeddings: "
             f"{listing(tables) or 'none'}. Write {hint}."
         )
     return list(dict.fromkeys(map(anatomy.sharing, found)))
@@ -516,12 +516,12 @@ def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
     """Return the placements of a config, and those of its copies.
 
     Args:
-        config: without one of the fields it has no such copies.
-        anatomy: of the model.
+        config: a config without these fields has no such copies.
+        anatomy: the model's anatomy.
 
     Raises:
         ConfigError: nothing is left to adapt.
-        SiteError: a name matches nothing, or tokens are outside of the table.
+        SiteError: a name matches nothing, or tokens are outside the table.
     """
     if isinstance(config, ConfigUnion):
         return [p for member in config.members for p in all_placements(member, anatomy)]
@@ -539,11 +539,11 @@ def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
         own = [p for p in own if p.site.path not in tied]
         own += [Placement(site, config, TIED) for site in embeddings]
     gives_way = getattr(config, "gives_way", False)
-    # elsewhere a layer that is adapted in two ways is refused when it is built
+    # elsewhere, a layer adapted in two ways is refused when it is built
     adapted = [p for p in own if not gives_way or p.site.path not in copied]
     if copied and not adapted:
         raise ConfigError(
-            f"modules_to_save={names!r}: these hold all layers that the config would adapt. Write "
+            f"modules_to_save={names!r}: they hold all layers that the config would adapt. Write "
             f"fewer."
         )
     given, dtype = config.get("trainable_token_indices"), config.get("dtype")
@@ -558,7 +558,7 @@ def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
 
 
 def _check_tied(is_adapted: bool, tied: Sequence[str], anatomy: Anatomy) -> None:
-    """Warn where there is nothing to tie."""
+    """Warn if there is nothing to tie."""
     why = "" if is_adapted else "neither the table of tokens nor a layer tied to it is adapted"
     if anatomy.output is not None and len(tied) < 2:
         why = "no layer is tied to the table of tokens"
@@ -567,12 +567,12 @@ def _check_tied(is_adapted: bool, tied: Sequence[str], anatomy: Anatomy) -> None
 
 
 def tied_layers(config: AdapterConfig, anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the paths of the layers with the weight of the table, if a config ties their adapters.
+    """Return the paths of the layers with the table's weight, if a config ties their adapters.
 
     Args:
-        config: without the field `ensure_weight_tying` it ties none. Heads with names may be tied
-            to the table later.
-        anatomy: of the model.
+        config: without the field `ensure_weight_tying` it ties none. Named heads may be tied to the
+            table later.
+        anatomy: the model's anatomy.
     """
     if not config.get("ensure_weight_tying") or anatomy.own_table is None:
         return ()
@@ -586,9 +586,9 @@ class ConfigWithCopies(AdapterConfig):
     Attributes:
         modules_to_save: names of modules, or a regular expression: the adapter has its own copy of
             each layer in them.
-        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
-            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
-        gives_way: whether the method has no adapter at a copied layer, as in PEFT; otherwise a
+        trainable_token_indices: ids of the tokens whose rows in the table the adapter has for
+            itself, also in a tied output layer; or a dict from names of embeddings to such ids.
+        gives_way: whether the method has no adapter at a copied layer, as in PEFT; if not, a
             layer of the method cannot be copied.
     """
 

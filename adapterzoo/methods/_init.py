@@ -13,13 +13,13 @@ from torch import Tensor
 
 from adapterzoo.config import Choice
 
-# the legal dtypes of parameters, by name
+# the valid dtypes of parameters, by name
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
 DTYPE = Choice(None, *DTYPES)
 
 
 def dtype_named(name: str | None, otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype with a name of `DTYPES`; None: the other one."""
+    """Return the dtype with a name of `DTYPES`; for None, the given one."""
     return otherwise if name is None else DTYPES[name]
 
 
@@ -28,7 +28,7 @@ _skips_drawing = ContextVar("_skips_drawing", default=False)
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave the parameters that this thread makes uninitialized, to be filled from a file."""
+    """Leave parameters that this thread creates uninitialized, to be filled from a file."""
     token = _skips_drawing.set(True)
     try:
         yield
@@ -41,7 +41,7 @@ def generator(seed: int | None, path: str) -> torch.Generator | None:
 
     Args:
         seed: None for torch's default generator, which `torch.manual_seed` sets.
-        path: of the site; each site gets different numbers.
+        path: the site's path; each site gets different numbers.
     """
     if seed is None:
         return None
@@ -58,14 +58,14 @@ def drawn(
     """Return a parameter filled on the CPU in float32, with the same bits on every device.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         fill: an in-place initializer.
-        device: of the parameter; on the meta device and in `undrawn` it stays uninitialized.
-        dtype: of the parameter.
+        device: device of the parameter; on the meta device and in `undrawn` it stays uninitialized.
+        dtype: dtype of the parameter.
     """
     if device.type == "meta" or _skips_drawing.get():
         return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    # an explicit device: a caller's `with torch.device(…)` must not move the drawing
+    # an explicit device: a caller's `with torch.device(…)` must not move the random draw
     filled = fill(torch.empty(shape, device="cpu", dtype=torch.float32))
     return torch.nn.Parameter(filled.to(device=device, dtype=dtype))
 

@@ -1,8 +1,8 @@
 """Parts of adapters: gates and linear functions.
 
 The gate is UniPELT's (Mao et al. 2022, arXiv:2110.07577, §3.2): how strongly an adapter acts on a
-sequence, g = σ(W x + b), one number for a sequence; two in prefix tuning if keys and values have
-separate gates. In the paper's convention g is the mean over the real tokens of the prompt, so that
+sequence, g = σ(W x + b), one number per sequence; two in prefix tuning if keys and values have
+separate gates. In the paper's convention g is the mean over the real tokens of the prompt, so
 padding, a cache and new tokens change nothing. In the convention of adapters it is the mean over
 all tokens of the call.
 """
@@ -24,7 +24,7 @@ from adapterzoo.tensor_parallel import Split
 from ._init import constant, drawn, normal
 
 UNSAYABLE = (
-    "a gate of adapters reads all tokens of a call, padding included, and this one the real tokens "
+    "a gate of adapters reads all tokens of a call, padding included, but this one the real tokens "
     "of the prompt; only use_gating=True, convention='adapterhub' can be written"
 )
 """Why AdapterHub's format cannot express a gate in the paper's convention."""
@@ -36,7 +36,7 @@ class Gate(nn.Module):
     Attributes:
         weight: `[count, d_in]`.
         bias: `[count]`.
-        reads_call: whether it needs to know which tokens are real.
+        reads_call: whether it needs the record of real tokens.
         reads_sequence: whether it is a mean over tokens.
         is_cross: whether its site is in cross-attention.
         reads_encoder: whether its input is the encoder's output, as at the keys of cross-attention.
@@ -56,11 +56,11 @@ class Gate(nn.Module):
 
         Args:
             site: determines the width and the tokens to read.
-            convention: "adapterhub" for that of adapters; others are the paper's.
-            source: of random numbers.
-            device: of the parameters.
-            dtype: of the parameters.
-            count: how many numbers a sequence gets.
+            convention: "adapterhub" for that of adapters; else the paper's.
+            source: source of random numbers.
+            device: device for the parameters.
+            dtype: dtype of the parameters.
+            count: number of gates per sequence.
         """
         super().__init__()
         self.weight = drawn((count, site.d_in), normal(0.02, source), device, dtype)
@@ -78,7 +78,7 @@ class Gate(nn.Module):
         Args:
             x: the input.
             base: the layer.
-            split: of the layer, if `x` is its input, and its output is what the gate opens.
+            split: the layer's split, if `x` is its input and the gate scales its output.
         """
         if not self.reads_call or x.dim() != 3:
             opened = self._opened(x, split)
@@ -108,14 +108,14 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
     Args:
         values: `[batch, tokens, width]`.
         x: the input of the layer, `[batch, tokens, d_in]`.
-        call: of the stack.
+        call: call of the stack.
 
     Raises:
-        StateError: the prompt was in an earlier call, outside of `generate`.
+        StateError: the prompt was in an earlier call, outside `generate`.
     """
     if x.shape[1] and not call.has_prompt(x):
         raise StateError(
-            "use_gating=True: a gate is the mean over the prompt, which is in past_key_values "
+            "use_gating=True: a gate is the mean over the prompt, but that is in past_key_values "
             "here. Write model.generate(…), or pass the whole sequence without past_key_values."
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]

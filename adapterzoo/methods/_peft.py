@@ -1,4 +1,4 @@
-"""What PEFT's config classes and files have in common."""
+"""Common parts of PEFT's config classes and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adapterzoo.config import AdapterConfig, Check, Placement, checks
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.peft_arguments import PeftArgument
 
-# --- fields that many of PEFT's config classes have; each method adds those of its class ---
+# --- fields that many of PEFT's config classes have; each method adds its own ---
 
 TARGETS: Mapping[str, PeftArgument] = {
     "target_modules": PeftArgument(ours="target_modules"),
@@ -32,7 +32,7 @@ TOKENS: Mapping[str, PeftArgument] = {
     "trainable_token_indices": PeftArgument(ours="trainable_token_indices")
 }
 PROMPT: Mapping[str, PeftArgument] = {
-    name: PeftArgument(hint="the model has this number. Leave it out.")
+    name: PeftArgument(hint="the model determines it. Leave it out.")
     for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
 } | {"modules_to_save": PeftArgument(ours="modules_to_save")}
 
@@ -42,7 +42,7 @@ def bias(*adapted: str) -> Mapping[str, PeftArgument]:
 
     Args:
         *adapted: values for the biases of the adapted layers, which PEFT names by the method;
-            none: only that of LoRA, as here.
+            none: only LoRA's, as here.
     """
     values = dict.fromkeys(adapted, "lora_only")
     return {"bias": PeftArgument("none", "bias", values=values, passes=True)}
@@ -53,18 +53,18 @@ def ours(default: object, name: str, check: Check | None = None) -> PeftArgument
 
     Args:
         default: PEFT's.
-        name: of our field.
-        check: the legal values in a file; None: files are read without the field.
+        name: name of our field.
+        check: valid values in a file; None: files are read without the field.
     """
     return PeftArgument(default, name, check=check)
 
 
 def same_as(config: type[AdapterConfig], *names: str) -> Mapping[str, PeftArgument]:
-    """Return fields of PEFT with the names, defaults and legal values of ours.
+    """Return fields of PEFT with the names, defaults and valid values of ours.
 
     Args:
         config: our class.
-        *names: of the fields.
+        *names: names of the fields.
     """
     found = checks(config)
     return {name: ours(found[name][1], name, found[name][0]) for name in names}
@@ -74,16 +74,16 @@ def same_as(config: type[AdapterConfig], *names: str) -> Mapping[str, PeftArgume
 
 
 def unsayable(placement: Placement, config: str, why: str) -> str | None:
-    """Return why PEFT's format cannot express an adapter; None: it can.
+    """Return why PEFT's format cannot express an adapter; None if it can.
 
     Args:
-        placement: of the adapter.
+        placement: the adapter's placement.
         config: its config with an article, such as "a BOFTConfig".
         why: what PEFT lacks at a Conv1D, such as "PEFT has no BOFT".
     """
     site = placement.site
     if not site.is_called:
-        return f"an adapter at {site.path!r}, and PEFT's would not act: no module there is called"
+        return f"an adapter at {site.path!r}, where PEFT's would not act: no module there is called"
     if site.parameter is not None:
         return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
     if site.transposed:
@@ -92,22 +92,22 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
 
 
 def not_plain_2d(site: Site, config: str) -> str | None:
-    """Return why PEFT lacks a grouped convolution, or one that is not 2-D; None: it is neither.
+    """Return why PEFT lacks a grouped or non-2-D convolution; None if it is neither.
 
     Args:
-        site: of the adapter.
+        site: the adapter's site.
         config: its config with an article, such as "a BOFTConfig".
     """
     if site.kernel and (len(site.kernel) != 2 or site.groups > 1):
-        return f"{config} at {site.path!r}, where PEFT has plain 2-D convolutions only"
+        return f"{config} at {site.path!r}, where PEFT has only plain 2-D convolutions"
     return None
 
 
 def ignored(site: Site, *options: str) -> str | None:
-    """Return what PEFT ignores at a convolution, as a reason of `unsayable`; None: nothing.
+    """Return what PEFT ignores at a convolution, as a reason for `unsayable`; None if nothing.
 
     Args:
-        site: of the adapter.
+        site: the adapter's site.
         *options: the arguments of a convolution that PEFT's method does not read.
     """
     found = [name for name in options if name in site.special]
@@ -115,10 +115,10 @@ def ignored(site: Site, *options: str) -> str | None:
 
 
 def refuse_ignored(site: Site, *options: str) -> None:
-    """Refuse a file that PEFT has trained with a convolution other than that of the layer.
+    """Refuse a file that PEFT has trained with another convolution than the layer's.
 
     Args:
-        site: of the adapter.
+        site: the adapter's site.
         *options: the arguments of a convolution that PEFT's method does not read.
 
     Raises:
@@ -126,20 +126,19 @@ def refuse_ignored(site: Site, *options: str) -> None:
     """
     if (why := ignored(site, *options)) is not None:
         raise CheckpointError(
-            f"it has {why}, so that it would compute something else here. Train it here: "
-            f"add_adapter(…)."
+            f"it has {why}, so it would compute something else here. Train it here: add_adapter(…)."
         )
 
 
 def only_native(why: str) -> CheckpointError:
-    """Return the error of what PEFT's format cannot express."""
+    """Return the error for something that PEFT's format cannot express."""
     return CheckpointError(
         f"{why}, which PEFT's format cannot express. Write {argument('format', 'native')}."
     )
 
 
 def whole_width(site: Site) -> int:
-    """Return the output width of the layer to which a part belongs, or of the layer itself."""
+    """Return the output width of a part's layer, or of the layer itself."""
     rows = site.output_slice
     return site.d_out if rows is None else rows.groups * rows.width
 

@@ -1,4 +1,4 @@
-"""Which linear layers get adapters: the fields of both peers.
+"""The choice of linear layers that get adapters: the fields of both peers.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
 `leave_out`. PEFT's: `target_modules`, `target_parameters`, `exclude_modules`,
@@ -53,9 +53,9 @@ TARGETS = frozenset(
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
-"""Those that choose copies of parts of the base model, see `_copies`."""
+"""The fields that choose copies of parts of the base model, see `_copies`."""
 PLACES = TARGETS | COPIES
-"""Those that choose all that is trained."""
+"""The fields that choose everything that is trained."""
 RANK = Range(1, MAX_WIDTH)
 SIZES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
 """The fields of ranks and scalings."""
@@ -83,7 +83,7 @@ class Matrices(Check):
         return tuple(value) if isinstance(value, Iterable) else (value,)
 
     def fits(self, value: object) -> bool:
-        """Return whether each is one of them."""
+        """Return whether each is the name of a matrix."""
         names = value if isinstance(value, tuple) else (value,)
         return all(isinstance(name, str) and name in MATRICES for name in names)
 
@@ -96,28 +96,28 @@ class TargetedConfig(AdapterConfig):
         choosing: the fields that choose the layers, and which side of them.
         modules_to_save: names of modules, or a regular expression: the adapter has its own copy of
             each layer in them.
-        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
-            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
-        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
-            of the layers that it adapts; "none".
-        selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
-            too. The parts of a fused layer are adapted separately.
+        trainable_token_indices: ids of the tokens whose rows in the table the adapter has for
+            itself, also in a tied output layer; or a dict from names of embeddings to such ids.
+        bias: "all": the adapter has its own copies of all biases of the base model; "lora_only": of
+            those of the layers that it adapts; "none".
+        selfattn_lora: adapt the attention matrices named by `attn_matrices`, also in
+            cross-attention. The parts of a fused layer are adapted separately.
         intermediate_lora: adapt the first feed-forward layer (the up projection of gated ones).
         output_lora: adapt the second feed-forward layer.
         attn_matrices: any of "q", "k", "v", "o".
-        mixers: where a block has no attention, `selfattn_lora` means what it has instead: a
+        mixers: in a block without attention, `selfattn_lora` adapts what it has instead: a
             state-space model, recurrence or convolution or, if nothing else is adapted there, the
-            feed-forward part. Its projections from the stream stand for "q", "k" and "v", that
-            back to the stream for "o".
-        leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
+            feed-forward part. Its projections from the stream count as "q", "k" and "v", the one
+            back to the stream as "o".
+        leave_out: numbers of blocks that get no adapter; encoder blocks come first.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
-        target_parameters: instead of the fields above, or beside `target_modules`: names or last
+        target_parameters: instead of the fields above, or with `target_modules`: names or last
             parts of paths of parameters, such as those of fused experts, "experts.gate_up_proj".
         exclude_modules: names or a regular expression, as above, of layers to leave out; a part
             that matches no layer gives a warning, as in PEFT.
         layers_to_transform: numbers of the blocks that get adapters, counted in each stack, as
-            PEFT reads them: the first number in the path of a layer. None for all.
+            PEFT reads them: the first number in a layer's path. None for all.
     """
 
     gives_way: ClassVar[bool] = True
@@ -141,14 +141,14 @@ class TargetedConfig(AdapterConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The fields that choose what is trained, as that itself is compared."""
+        """The fields that choose what is trained, which is compared itself."""
         return PLACES
 
     def __post_init__(self) -> None:
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a value is invalid.
         """
         super().__post_init__()
         by_role = self._roles() if self.target_modules is None else ()
@@ -159,10 +159,10 @@ class TargetedConfig(AdapterConfig):
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
-        """Return the config with names of layers as names below the base model.
+        """Return the config with layer names relative to the base model.
 
         Raises:
-            ConfigError: the fields would mean other layers than in PEFT.
+            ConfigError: the fields would select other layers than in PEFT.
         """
         wanted, parameters = self.target_modules, self.target_parameters or ()
         if self.layers_to_transform is not None and isinstance(wanted, tuple):
@@ -171,7 +171,7 @@ class TargetedConfig(AdapterConfig):
             if other := [site for site in whole if not self._in_layers(site)]:
                 path = in_whole(other[0].path, prefix)
                 raise ConfigError(
-                    f"{self._name}: PEFT adapts {path!r} in any case, as a whole path. Write "
+                    f"{self._name}: PEFT always adapts {path!r}, as it is a whole path. Write "
                     f"target_modules or layers_to_transform, not both."
                 )
         found = super().below(prefix, anatomy)
@@ -223,7 +223,7 @@ class TargetedConfig(AdapterConfig):
                 f"{self._name}: leave_out, layers_to_transform and exclude_modules exclude every "
                 f"layer that matches in {len(anatomy.blocks)} blocks. Write fewer of them."
             )
-        # a key may match a layer of a block that is left out
+        # a key may match a layer of an excluded block
         by_layer = self.leave_out or self.layers_to_transform is not None
         paths = [site.name for site in (every if by_layer else kept)]
         for name, (check, _) in checks(type(self)).items():
@@ -240,10 +240,10 @@ class TargetedConfig(AdapterConfig):
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
 
     def acts(self, anatomy: Anatomy) -> set[tuple[Site, str]]:
-        """Return where an adapter acts, and how, however the config says it.
+        """Return where and how an adapter acts, in a form independent of the config's fields.
 
         Args:
-            anatomy: of the model.
+            anatomy: the model's anatomy.
         """
         return {(placement.site, placement.location) for placement in self.placements(anatomy)}
 
@@ -251,10 +251,10 @@ class TargetedConfig(AdapterConfig):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
-        """Return the first config; others may name the same layers in other ways.
+        """Return the first config; the others may name the same layers in other ways.
 
         Raises:
-            CompositionError: they differ in anything else.
+            CompositionError: the configs differ in anything else.
         """
         dicts = [config.to_dict() for config in configs]
         alike = cls.alike([c for c in configs if isinstance(c, TargetedConfig)], anatomy)
@@ -263,24 +263,24 @@ class TargetedConfig(AdapterConfig):
 
     @classmethod
     def alike(cls, configs: Sequence[TargetedConfig], anatomy: Anatomy) -> frozenset[str]:
-        """Return the fields that may differ as all configs act in the same places; none if not.
+        """Return the fields that may differ, since all configs act in the same places; none if not.
 
         Args:
             configs: at least one, of this class.
-            anatomy: of the model.
+            anatomy: the model's anatomy.
         """
         first, *others = [config.acts(anatomy) for config in configs]
         return cls.choosing if all(other == first for other in others) else frozenset()
 
     def _by_role(self, anatomy: Anatomy, layers: Collection[int]) -> Sequence[Site]:
-        """Return the layers of the roles, and what stands for attention in blocks without.
+        """Return the layers of the roles, and the substitutes in blocks without attention.
 
         Args:
-            anatomy: of the model.
+            anatomy: the model's anatomy.
             layers: numbers of the blocks.
 
         Raises:
-            SiteError: no block has a role, or one lacks it.
+            SiteError: no block has a role, or one block lacks it.
         """
         roles = self._roles() if layers else []
         found: list[Site] = []
@@ -293,13 +293,13 @@ class TargetedConfig(AdapterConfig):
             if found:
                 # Mamba has neither attention nor a feed-forward part
                 roles = [role for role in roles if any(block.has(role) for block in blocks)]
-        # without roles, `select` says what is missing
+        # without roles, `select` reports what is missing
         if roles or not found:
             found += anatomy.select(*roles, cross=None, layers=layers)
         return sorted(found, key=lambda site: site.layer)
 
     def _stands_in(self, role: Role) -> bool:
-        """Return whether a role of a mixer or of the feed-forward part stands for attention."""
+        """Return whether a role of a mixer or of the feed-forward part replaces attention."""
         out = role in ("mixer_out", "mlp_out")
         return any((matrix == "o") == out for matrix in self.attn_matrices)
 
@@ -319,7 +319,7 @@ class TargetedConfig(AdapterConfig):
 
     def _in_layers(self, site: Site) -> bool:
         only, wanted = self.layers_to_transform, self.target_modules or ()
-        # as in PEFT, a whole path is adapted in any case
+        # as in PEFT, a whole path is always adapted
         is_whole = site.path.startswith(HEAD) and shown(site.path) in wanted
         among = only is None or is_whole or _number(site) in only
         return site.layer not in self.leave_out and among
@@ -330,12 +330,12 @@ class TargetedConfig(AdapterConfig):
 
 
 def _number(site: Site) -> int | None:
-    """Return the number of a site's block in its stack, as PEFT reads it; None: it has none."""
+    """Return the number of a site's block in its stack, as PEFT reads it; None without one."""
     found = _NUMBER.match(site.name)
     return None if found is None else int(found[1])
 
 
-# --- the layers and parameters that names select ---
+# --- layers and parameters selected by name ---
 
 
 def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -> list[Site]:
@@ -344,7 +344,7 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     Args:
         config: name of the config's class.
         wanted: the names.
-        anatomy: of the model.
+        anatomy: the model's anatomy.
 
     Raises:
         SiteError: a name matches no layer.
@@ -352,7 +352,7 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     whole = [s for s in anatomy if s.parameter is None or s.is_of_attention]
     sites = [*(site for site in whole if site.is_used), *anatomy.named]
     linears = [site for site in anatomy.linears() if site.is_called]
-    # without blocks, all but the layer onto the vocabulary, as in PEFT
+    # without blocks, all but the output layer onto the vocabulary, as in PEFT
     inside = [s for s in linears if (s.layer >= 0 if anatomy.blocks else s.role != "lm_head")]
     if wanted == ALL_LINEAR and inside:
         return inside
@@ -370,7 +370,7 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
 
 
 def _without_layers(anatomy: Anatomy) -> str:
-    """Return what to write for a model of which no layer can be named."""
+    """Return what to write for a model without nameable layers."""
     none = "This model has no linear layer, embedding or convolution of torch's own classes"
     if not anatomy.parameters:
         return f"{none}. Use one of them in its place."
@@ -386,8 +386,8 @@ def parameters_named(
     Args:
         config: name of the config's class.
         wanted: the names.
-        anatomy: of the model.
-        layers: that `target_modules` names.
+        anatomy: the model's anatomy.
+        layers: the layers that `target_modules` names.
 
     Raises:
         SiteError: a name matches no parameter, or the weight of one of the layers.
@@ -403,12 +403,12 @@ def parameters_named(
         )
     found = [site for name, site in weights.items() if matches(name, wanted)]
     if twice := [site.path for site in found if site in layers]:
-        raise SiteError(f"{call}: target_modules has {twice[0]!r} too. Leave it out of one.")
+        raise SiteError(f"{call}: target_modules also has {twice[0]!r}. Leave it out of one.")
     return found
 
 
 def fields_at(sites: Iterable[Site]) -> dict[str, Any]:
-    """Return the fields that select these sites alone, parts of layers by their layer."""
+    """Return the fields that select only these sites, with parts of layers by their layer."""
     listed = [*sites]
     layers = dict.fromkeys(site.path for site in listed if site.parameter is None)
     parameters = dict.fromkeys(site.name for site in listed if site.parameter is not None)
@@ -419,7 +419,7 @@ def fields_at(sites: Iterable[Site]) -> dict[str, Any]:
 
 
 def unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]:
-    """Return the parts of a field that match no layer."""
+    """Return the entries of a field that match no layer."""
     # a string is one pattern, a list holds endings
     parts = {wanted: wanted} if isinstance(wanted, str) else {name: (name,) for name in wanted}
     paths = {path for site in sites for path in (site.path, site.name)}
@@ -427,7 +427,7 @@ def unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]
 
 
 def names_of(sites: Iterable[Site]) -> str:
-    """Return the last names of layers, as a text for messages."""
+    """Return the last names of layers, as text for messages."""
     return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30)
 
 
@@ -435,16 +435,16 @@ def names_of(sites: Iterable[Site]) -> str:
 
 
 def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bool = False) -> None:
-    """Check that a site has the features that an adapter reads and drops.
+    """Check that a site has features for an adapter to read and drop.
 
     Args:
-        config: of the adapter.
-        site: of the adapter.
+        config: the adapter's config.
+        site: the adapter's site.
         *dropouts: the fields of the config that drop features or parts of the update.
         embeddings: whether the method can adapt embeddings, if nothing is dropped.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it has none.
     """
     given = ", ".join(f"{name}={config[name]}" for name in dropouts)
     call = f"{type(config).__name__}({given}) at {site.path!r}"
@@ -471,16 +471,16 @@ def check_size(
     """Check that a size fits the widths of a site.
 
     Args:
-        config: of the adapter.
-        site: of the adapter.
-        name: of the field with the size.
+        config: the adapter's config.
+        site: the adapter's site.
+        name: name of the field with the size.
         asked: the size.
-        legal: those that fit.
-        rest: what must be written with another size.
-        otherwise: what to write if none fits; empty: to exclude the site.
+        legal: the valid sizes.
+        rest: what to write together with another size.
+        otherwise: what to write if no size fits; empty: exclude the site.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the size does not fit.
     """
     if asked in legal:
         return
@@ -495,19 +495,19 @@ def check_size(
 
 
 def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:
-    """Refuse ranks that are larger than that of a slot.
+    """Refuse ranks larger than a slot's.
 
     Args:
-        config: that has them.
-        rank: of the slot.
-        ranks: of the adapter.
+        config: the config that has them.
+        rank: the slot's rank.
+        ranks: the adapter's ranks.
 
     Raises:
-        ConfigError: one is larger.
+        ConfigError: a rank is larger.
     """
     if (most := max(ranks)) > rank:
         raise ConfigError(
-            f"{type(config).__name__}(r={most}): the slot has the rank {rank}. Write "
+            f"{type(config).__name__}(r={most}): the slot has rank {rank}. Write "
             f"enable_peft_hotswap(target_rank={most})."
         )
 
@@ -518,13 +518,13 @@ def rescaled(
     """Return the tensors, with the ratio of two scalings in some of them.
 
     Args:
-        tensors: of an adapter.
-        scaling: its own.
+        tensors: tensors of an adapter.
+        scaling: the adapter's scaling.
         slot: the scaling of the adapter that takes the tensors.
-        keys: of tensors whose product with the scaling is the update.
+        keys: keys of the tensors whose product with the scaling is the update.
 
     Raises:
-        ConfigError: the slot multiplies by zero, and the adapter does not.
+        ConfigError: the slot multiplies by zero, but the adapter does not.
     """
     if scaling == slot:
         return dict(tensors)
@@ -541,14 +541,14 @@ def rescaled(
 FLAGS = same("selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out")
 FEED_FORWARD = ("intermediate_lora", "output_lora")
 THEIR_MATRICES: dict[Role, str] = {"query": "q", "key": "k", "value": "v"}
-"""The attention matrices that AdapterHub has."""
+"""AdapterHub's attention matrices."""
 
 
 def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> AdapterConfig:
     """Return the config with the layers that a file has tensors for.
 
-    In some families `adapters` calls the first layer the output and the last one intermediate, or
-    leaves out cross-attention, and some releases adapt the gate, so the keys decide.
+    In some families `adapters` swaps the names of the first and last layer, or leaves out
+    cross-attention, and some releases adapt the gate, so the keys decide.
     """
     config = cast("TargetedConfig", config)
     roles = {site.role for site in sites}
@@ -566,7 +566,7 @@ def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> Ada
 
 
 def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
-    """Return the config with its places in AdapterHub's fields; None if impossible."""
+    """Return the config with its sites in AdapterHub's fields; None if impossible."""
     config = cast("TargetedConfig", config)
     given = (config.target_modules, config.exclude_modules, config.layers_to_transform)
     if given == (None, None, None):

@@ -5,8 +5,8 @@ o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i replaces a bottl
 the adapters' input and z_i = f_i(x) are their updates.
 
 Differs from the paper: a dropout on the scores, and z_i without gates and dropouts of the fused
-adapters, as in adapters. Differs from adapters: the temperature decays in training only; it adds x
-once more where it fuses parallel bottlenecks (`adds_input`).
+adapters, as in adapters. Differs from adapters: the temperature decays only in training; x is
+added once more where parallel bottlenecks are fused (`adds_input`).
 Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln` and
 `residual_before`, which no published config uses.
 """
@@ -49,11 +49,11 @@ class AdapterFusionConfig(Config):
         temperature: whether the scores are divided by a temperature that decays from 50 to 1.
         value_before_softmax: whether V acts on each z_i; if not, on their sum.
         value_initialized: whether V starts as the identity.
-        adds_input: whether x is added to the fused update once more, as adapters does where it
+        adds_input: whether x is added to the fused update once more, as adapters does when it
             fuses parallel bottlenecks.
-        dropout_prob: of the scores; None: that of the model's attention.
-        entry: of invertible functions at the embeddings. "fused": they are fused too, and
-            there is no inverse; "first": that of the first adapter acts, as in adapters.
+        dropout_prob: dropout probability of the scores; None: that of the model's attention.
+        entry: what becomes of invertible functions at the embeddings. "fused": they are fused too,
+            and there is no inverse; "first": that of the first adapter acts, as in adapters.
     """
 
     strings: ClassVar[Registry[Any]] = fusion_configs
@@ -93,10 +93,10 @@ class Fusion(Contained):
     """Σ o_i V z_i with o = softmax(Q x · K z_i).
 
     Attributes:
-        query: Q, None if the config has none.
+        query: Q; None if the config has none.
         key: K, likewise.
         value: V, likewise.
-        steps: how many training steps the temperature has decayed; None without a temperature. An
+        steps: number of training steps for which the temperature has decayed; None without one. An
             integer, so that casts of the model do not round it.
     """
 
@@ -115,11 +115,11 @@ class Fusion(Contained):
         """Make the parameters.
 
         Args:
-            config: of the layer.
+            config: the layer's config.
             d_model: width of the stream.
-            dropout_prob: of the scores.
-            device: of the parameters.
-            dtype: of the parameters.
+            dropout_prob: dropout probability of the scores.
+            device: device for the parameters.
+            dtype: dtype of the parameters.
         """
         super().__init__()
         self.config, self.dropout_prob = config, dropout_prob

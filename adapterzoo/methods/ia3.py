@@ -4,9 +4,9 @@ Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v 
 inner states of the feed-forward part after the non-linearity, at the input of the last layer.
 y = (W x + b) ⊙ ℓ · alpha at a layer's output, y = W (x ⊙ ℓ · alpha) + b at its input.
 
-Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing; alpha becomes a part of
-ℓ in its files. Differs from adapters: `convention="adapterhub"` scales the first feed-forward
-layer's output, before the non-linearity; merging scales the bias too.
+Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing; its files have alpha in
+ℓ. Differs from adapters: `convention="adapterhub"` scales the first feed-forward layer's output,
+before the non-linearity; merging also scales the bias.
 Cost per site: d_out parameters, or d_in if the input is scaled; one product per activation.
 """
 
@@ -62,14 +62,14 @@ class IA3Config(TargetedConfig):
         alpha: a factor of every vector.
         convention: "paper": the feed-forward vector scales the input of the last layer;
             "adapterhub": the output of the first; None: "adapterhub" with `output_lora`, which only
-            that one has, otherwise "paper". Afterwards the field has the chosen one.
-        dropout: must be 0: there is no low rank on whose way features could be dropped.
-        init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
-            with deviation 0.02; "random": with deviation 1; "lora": zeros.
+            exists there, otherwise "paper". The field then holds the chosen one.
+        dropout: must be 0: there is no low-rank path on which features could be dropped.
+        init_weights: "ia3": ones, so that a new adapter changes nothing; "bert": normal with
+            deviation 0.02; "random": normal with deviation 1; "lora": zeros.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
             regular expression, as in PEFT; an empty list: none.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
     """
 
     choosing: ClassVar[frozenset[str]] = TargetedConfig.choosing | {"feedforward_modules"}
@@ -88,7 +88,7 @@ class IA3Config(TargetedConfig):
         """Check the fields.
 
         Raises:
-            ConfigError: a value is not legal, or the paper's convention has no `output_lora`.
+            ConfigError: a value is invalid, or the paper's convention has no `output_lora`.
         """
         super().__post_init__()
         if self.convention is None:
@@ -111,11 +111,11 @@ class IA3Config(TargetedConfig):
         return list(dict.fromkeys(read_by if role == "mlp_in" else role for role in roles))
 
     def _stands_in(self, role: Role) -> bool:
-        # the inner states of a mixer, too, are the input of its last layer
+        # the inner states of a mixer are the input of its last layer too
         return role in ("mixer_out", "mlp_out") if self.convention == "paper" else "_in" in role
 
     def acts(self, anatomy: Anatomy) -> set[tuple[Site, str]]:
-        """Return where an adapter acts, and whether on the input."""
+        """Return where an adapter acts, and whether it scales the input."""
         found = super().acts(anatomy)
         return {(s, f"{place} {'input' * self.scales_input(s)}") for s, place in found}
 
@@ -133,8 +133,8 @@ class IA3(WeightAdapter):
     """y = base(x) ⊙ ℓ · alpha, or base(x ⊙ ℓ · alpha).
 
     Attributes:
-        ia3_l: ℓ `[*experts, d_out]`, or `[*experts, d_in]` if the input is scaled.
-        acts_on: "input" if the input is scaled.
+        ia3_l: ℓ `[*experts, d_out]`, or `[*experts, d_in]` if it scales the input.
+        acts_on: "input" if it scales the input.
         alpha: a factor.
     """
 
@@ -148,13 +148,13 @@ class IA3(WeightAdapter):
         """Make the vector.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the vector.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device of the vector.
+            dtype: the layer's dtype.
 
         Raises:
-            ConfigError: the input of an embedding is to be scaled.
+            ConfigError: it would scale the input of an embedding.
         """
         super().__init__()
         self.scales_input = config.scales_input(site)
@@ -191,7 +191,7 @@ class IA3(WeightAdapter):
 
     @property
     def row_options(self) -> Hashable | None:
-        """Dtype and what is scaled; None where there are experts."""
+        """Dtype and what is scaled; None with experts."""
         return None if self.ia3_l.dim() > 1 else (self.ia3_l.dtype, self.scales_input)
 
     def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
@@ -219,19 +219,19 @@ class IA3(WeightAdapter):
         if not self.scales_input:
             return w * scale.unsqueeze(-1)
         if self.groups > 1:
-            # each group of outputs reads channels of its own
+            # each group of outputs reads its own channels
             rows = scale.view(self.groups, -1).repeat_interleave(len(w) // self.groups, 0)
             scaled: Tensor = w.unflatten(-1, (rows.shape[1], -1)) * rows.unsqueeze(-1)
             return scaled.flatten(-2)
-        # a convolution has several inputs of one channel
+        # a convolution has several inputs per channel
         return w * scale.repeat_interleave(w.shape[-1] // scale.shape[-1], -1).unsqueeze(-2)
 
     def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged bias b ⊙ ℓ · alpha `[d_out]`; the input's scale leaves it."""
+        """Return the merged bias b ⊙ ℓ · alpha `[d_out]`; scaling the input does not change it."""
         return b if self.scales_input else b * self.scale(b.dtype)
 
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
-        """Return the vector 1 / alpha, with which the adapter changes nothing."""
+        """Return the vector 1 / alpha, for which the adapter changes nothing."""
         return {"ia3_l": torch.full_like(self.ia3_l, 1.0 / self.alpha)}
 
 
@@ -239,7 +239,7 @@ IA3Config.adapter_class = IA3
 
 
 def _scaled_rows(stack: Tensor, groups: RowGroups, t: Tensor) -> Tensor:
-    """Return `[rows, …, width]` with each row times the vector of its adapter, of `[n, width]`."""
+    """Return `[rows, …, width]` with each row times its adapter's vector, of `[n, width]`."""
     scale, own = groups.taken(stack.to(t.dtype)), groups.acting(t)
     return groups.placed(
         own * scale.view(len(scale), *(1 for _ in own.shape[2:]), scale.shape[1]), t
@@ -316,13 +316,13 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     """Return the product of all vectors, with 1 for features without one.
 
     Raises:
-        CheckpointError: some scale the input of the layer and others its output.
+        CheckpointError: some adapters scale the layer's input and others its output.
     """
     site = parts[0].placement.site
     inputs = [cast("IA3Config", part.placement.config).scales_input(site) for part in parts]
     if len({*inputs}) > 1:
         raise CheckpointError(
-            f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
+            f"at {site.path!r} one adapter scales the input and another the output, but PEFT has "
             f"one vector. Write {argument('format', 'native')}."
         )
     vector = parts[0].tensors["ia3_l"].new_ones(site.channels if inputs[0] else whole_width(site))

@@ -4,7 +4,7 @@ Paper: Zhao et al. 2023, arXiv:2312.11420, §3. y = norm_θ'(x) with the adapter
 θ', initially those of the model.
 
 Differs from the paper: only norms are trained. Differs from PEFT: without `target_modules` all
-norms of the base model are trained, where PEFT has a list of names for some families.
+norms of the base model are trained, while PEFT lists names for some families.
 Cost: the parameters of the norms for each adapter, nothing in the forward.
 """
 
@@ -27,12 +27,12 @@ from ._targets import names_of, unmatched
 
 @method_config("ln_tuning")
 class LNTuningConfig(ConfigWithCopies, CopyConfig):
-    """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
+    """Config of LN tuning; norms in `modules_to_save` are trained as part of it.
 
     Attributes:
         target_modules: names or last parts of paths of norms, or of other layers, or one regular
             expression for whole paths; None: all norms.
-        exclude_modules: the same, for those to leave out.
+        exclude_modules: the same, for norms to leave out.
         leave_out: numbers of blocks whose norms are not trained.
     """
 
@@ -44,7 +44,7 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """All fields, as the norms themselves are compared."""
+        """All fields, because the norms themselves are compared."""
         return frozenset(self.field_names())
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:

@@ -1,12 +1,12 @@
 """MiSS — Matrix Shard Sharing.
 
 Paper: Kang & Yin 2024, arXiv:2409.15371 (first called Bone).
-The features are cut into shards of r, the last one filled with zeros, which share one matrix:
+The features are cut into shards of r, the last one padded with zeros, which share one matrix:
 y = W x + bias + Dᵀ Σ_k x_k with D `[r, d_out]`. "mini" repeats D `[r, mini_r]` along d_out. "bat"
 has D `[d_out / r, r, r]`, one for each shard W_g of rows: W'_gk = W_gk + W_gk D_g + D_g.
 
 Differs from the paper: the forms are those of PEFT, whose default is the paper's efficient variant.
-Differs from PEFT: in a `Stack`, "bat" changes the untouched W, so that the order does not matter;
+Differs from PEFT: in a `Stack`, "bat" changes the untouched W, so the order does not matter;
 it refuses dropout, which PEFT ignores there.
 Cost per site: r · d_out parameters (mini: r · mini_r), a sum over the shards and one thin product;
 "bat" needs a product of W with D and a copy of W in each forward, unless it is merged.
@@ -52,12 +52,12 @@ class MissConfig(TargetedConfig):
         init_weights: the form, and the initial values of D. True: D is zero; False: uniform in
             ±1 / √d_out; "mini" and "bat": those forms, with D zero.
         mini_r: columns of D in the form "mini", a divisor of d_out.
-        miss_dropout: probability, 0 to below 1, of dropping an input feature on the way to D.
+        miss_dropout: probability, 0 to below 1, of dropping an input feature before D.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    # `init_weights` says more than the initial values
+    # `init_weights` chooses more than the initial values
     training_fields = TargetedConfig.training_fields - {"init_weights"} | {"miss_dropout"}
 
     r: int = field(64, Range(1, MAX_WIDTH))
@@ -71,7 +71,7 @@ class MissConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a value is invalid.
         """
         super().__post_init__()
         if self.miss_dropout and self.init_weights == "bat":
@@ -107,7 +107,7 @@ class Miss(WeightAdapter):
         miss_block: D `[r, d_out]`, `[r, mini_r]` or `[d_out / r, r, r]`, with experts in front
             where the site has them.
         is_bat: whether the form is "bat".
-        dropout: probability on the way to D.
+        dropout: dropout probability before D.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Miss(WeightAdapter):
         """Make D.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the widths do not fit, or the site has no features.
@@ -147,7 +147,7 @@ class Miss(WeightAdapter):
     def summed(self, x: Tensor) -> Tensor:
         """Return Σ_k dropout(x)_k, `[*batch, d_in]` → `[*batch, r]`."""
         x = dropout(x.to(self.miss_block.dtype), self.dropout, self.training)
-        # padding by nothing would copy x
+        # padding by zero columns would copy x
         rest = -self.d_in % self.rank
         shards = (pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, self.rank))
         summed: Tensor = shards.sum(-2)
@@ -162,7 +162,7 @@ class Miss(WeightAdapter):
         """Return Dᵀ `[*experts, d_out, r]`, repeated for "mini"."""
         D = self.miss_block
         times = self.d_out // D.shape[-1]
-        # repeating once would copy D, and keep the copy for the backward
+        # repeating once would copy D, and keep the copy for the backward pass
         return (D if times == 1 else D.repeat(*(1 for _ in D.shape[1:]), times)).mT
 
     def change(self, w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,7 +181,7 @@ class Miss(WeightAdapter):
             return w + update[..., : self.d_in]  # [*experts, d_out, d_in]
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
-        """Return the sum over the shards, [I I …] `[*experts, r, d_in]`, and Dᵀ."""
+        """Return the sum over the shards as a matrix, [I I …] `[*experts, r, d_in]`, and Dᵀ."""
         if self.is_bat:
             return None
         b = self.columns().to(w)  # [*experts, d_out, r]
@@ -218,7 +218,7 @@ def _read_fields(_layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one D of a whole layer, with zeros in the columns of parts that have no adapter.
+    """Return one D of a whole layer, with zeros in the columns of parts without an adapter.
 
     Raises:
         CheckpointError: the parts differ in r, or are of the form "bat".
@@ -230,7 +230,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     joined = blocks[0].new_zeros(blocks[0].shape[0], whole_width(site))
     for part, block in zip(parts, blocks, strict=True):
         mine = rows_of(part.placement.site)
-        # those of several adapters at one column add up
+        # several adapters at one column add up
         joined[:, mine] += block.repeat(1, len(mine) // block.shape[1])  # [r, part of d_out]
     return {"miss_block": joined}
 

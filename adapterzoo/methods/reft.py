@@ -6,7 +6,7 @@ At the first and last real tokens of the prompt, in a block's output h, A and R 
     LoReFT, NoReFT    h ← h + (φ(A h + a) − R h) R
     DiReFT            h ← h + φ(A h + a) R
 
-Differs from the paper: nothing. Differs from adapters: padding of short rows is not edited;
+Differs from the paper: nothing. Differs from adapters: the padding of short rows is not edited;
 decoders use their own mask; `generate` does not edit new tokens; R is orthonormalized in each
 forward, while adapters keeps a `[d_model, d_model]` base that one step with weight decay zeroes.
 Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Cannot do: merging.
@@ -70,8 +70,8 @@ class ReftConfig(ConfigWithCopies):
 
     Attributes:
         layers: "all", or numbers of the blocks whose outputs are edited.
-        prefix_positions: how many tokens at the start of the prompt are edited, 0 to 65,536.
-        suffix_positions: how many at its end, 0 to 65,536; these take precedence if both overlap.
+        prefix_positions: number of edited tokens at the start of the prompt, 0 to 65,536.
+        suffix_positions: the same at its end, 0 to 65,536; they take precedence if both overlap.
         r: rank of the subspace, 1 to the model's width.
         orthogonality: whether the rows of R are orthonormal.
         tied_weights: whether prefix and suffix share one unit (A, a and R).
@@ -80,7 +80,7 @@ class ReftConfig(ConfigWithCopies):
         non_linearity: φ; None for the identity.
         output_reft: must be True.
         init_weights_seed: makes the initial values reproducible; they differ from site to site.
-        dtype: of the parameters, by name ("float32"); None for that of the block.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the block.
     """
 
     architecture: ClassVar[str] = "reft"
@@ -108,7 +108,7 @@ class ReftConfig(ConfigWithCopies):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The rank, unless orthonormal rows would add φ of something."""
+        """The rank, unless added orthonormal rows would change the result through φ."""
         identity = self.non_linearity is None and self.subtract_projection
         return frozenset({"r"}) if identity or not self.orthogonality else frozenset()
 
@@ -116,8 +116,8 @@ class ReftConfig(ConfigWithCopies):
         """Return one placement for the output of each block in `layers`.
 
         Raises:
-            SiteError: the model has no blocks, or one whose output is not one state of known width
-                for each token.
+            SiteError: the model has no blocks, or a block whose output is not one state of known
+                width for each token.
         """
         check_blocks(anatomy, type(self).__name__)
         found = []
@@ -163,18 +163,18 @@ class DiReftConfig(ReftConfig):
 
 
 class Reft(Adapter):
-    """The edit of a block's output; `units` has "0" for the prefix or both ends, "1" otherwise."""
+    """The edit of a block's output; `units` has "0" for the prefix or both, "1" for the suffix."""
 
     container, reads_call, reads_prompt = "refts", True, True
 
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the units; raise a `ConfigError` if r is larger than the width of the model."""
+        """Create the units; raise a `ConfigError` if r is larger than the model's width."""
         super().__init__()
         if config.r > (d := site.d_out):
             where = f"{type(config).__name__}(r={config.r}) at {site.path!r}"
-            raise ConfigError(f"{where}: the states have {d} features. Write r={d} or less.")
+            raise ConfigError(f"{where}: the states have only {d} features. Write r={d} or less.")
         self.counts = {"0": config.prefix_positions, "1": config.suffix_positions}
         new = partial(drawn, device=device, dtype=dtype_named(config.dtype, dtype))
         # a unit without positions would get no gradient
@@ -241,13 +241,13 @@ class ReftUnit(nn.Module):
         return orthonormal(wide).to(self.projection.dtype)
 
     def widened(self, rank: int) -> dict[str, Tensor]:
-        """Return the tensors of a unit with more rows of R that gives the same.
+        """Return the tensors of an equal unit with more rows of R.
 
-        Rows at the end of R do not change the orthonormal ones before them. The new ones are
-        orthonormal too, and those of A are the same, with a = 0: without φ, A h + a − R h is zero.
+        Rows at the end of R do not change the orthonormal rows before them. The new ones are also
+        orthonormal, and equal the new ones of A, with a = 0: without φ, A h + a − R h is zero.
 
         Args:
-            rank: with a smaller one the tensors are as they are.
+            rank: the new rank; at most r returns the tensors unchanged.
         """
         tensors, r = dict(self.state_dict()), len(self.projection)
         if not self.config.orthogonality or rank <= r:
@@ -261,8 +261,8 @@ class ReftUnit(nn.Module):
 
 
 def orthonormal(R: Tensor) -> Tensor:
-    """Return an orthonormal basis of the rows of R, both `[r, d_model]`; R if it is one."""
-    # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
+    """Return an orthonormal basis of the rows of R, both `[r, d_model]`; R itself if it is one."""
+    # R Rᵀ = L Lᵀ, so the rows of L⁻¹ R are orthonormal; L = I if those of R already are
     L = torch.linalg.cholesky(R @ R.T)  # [r, r]
     rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
     return rows
@@ -284,7 +284,7 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
             "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
         ),
-        # read where a file has it
+        # read if a file has it
         omitted=("subtract_projection",),
         unsayable=_unsayable,
         read_fields=_read_fields,
@@ -293,7 +293,7 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def _used(config: AdapterConfig) -> tuple[str, ...]:
-    """Return the names of the units that edit tokens."""
+    """Return the names of the units that edit any tokens."""
     values = config.to_dict()
     if values["tied_weights"]:
         return (_PREFIX,)
@@ -305,18 +305,18 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
     """Return the fields of a file; warn if they fit both NoReFT and DiReFT."""
     if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
         warnings.warn(
-            "adapter_config.json fits NoReFT and DiReFT, which adapters writes alike: NoReFT is "
-            "loaded. For DiReFT write 'subtract_projection': false in 'config' in the file.",
+            "adapter_config.json fits NoReFT and DiReFT, which adapters cannot tell apart: NoReFT "
+            "is loaded. For DiReFT write 'subtract_projection': false in 'config' in the file.",
             stacklevel=2,
         )
     return fields
 
 
 def _unsayable(config: AdapterConfig) -> str | None:
-    """Return the reason why a file would be read as that of another method."""
+    """Return the reason why a file would be read as one of another method."""
     if config.get("subtract_projection"):
         return None
-    return "it has no subtract_projection=False, so that DiReFT would be loaded as NoReFT"
+    return "it has no subtract_projection=False, so DiReFT would be loaded as NoReFT"
 
 
 def _units(tensors: Tensors) -> dict[str, Tensors]:
@@ -347,10 +347,10 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
 
 
 def _rows(original: Tensor, base: Tensor) -> Tensor:
-    """Return R `[r, d]` of torch's orthogonal parametrization.
+    """Return R `[r, d]` from torch's orthogonal parametrization.
 
     Raises:
-        CheckpointError: the tensors do not fit each other.
+        CheckpointError: the tensors do not match.
     """
     if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
         raise CheckpointError(
@@ -370,7 +370,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
     units = _units(tensors)
     values = config.to_dict()
     if not values["tied_weights"]:
-        # adapters saves unused units too
+        # adapters also saves unused units
         any_unit = next(iter(units.values()))
         units = {unit: units.get(unit, any_unit) for unit in (_PREFIX, _SUFFIX)}
     for unit, own in units.items():

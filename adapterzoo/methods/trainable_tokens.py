@@ -1,8 +1,8 @@
-"""Trainable tokens — some rows of an embedding, trained for each adapter.
+"""Trainable tokens — rows of an embedding that each adapter trains for itself.
 
 No paper; PEFT's method of that name. E'(t) = R[i] for the i-th token of the list, E(t) for all
-others; an output layer that is tied to the table scores these tokens with R as well. It is what
-`trainable_token_indices` of other methods trains, without an adapter beside it.
+others; an output layer tied to the table also scores these tokens with R. The field
+`trainable_token_indices` of other methods trains the same in addition to an adapter.
 
 Differs from PEFT: the table is not copied in each forward; a tied output layer keeps its bias;
 adapters with the same tokens can act in one call.
@@ -27,12 +27,12 @@ from ._peft import TARGETS
 
 
 class ListedTokens(TokenIds):
-    """Numbers of tokens; they are sorted."""
+    """Token ids; they are sorted."""
 
-    legal = "a list of different token numbers from 0"
+    legal = "a list of different token ids from 0"
 
     def fits(self, value: object) -> bool:
-        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        """Return whether the value is a non-empty list of different integers from 0."""
         return not isinstance(value, Mapping) and super().fits(value)
 
 
@@ -57,11 +57,11 @@ class TrainableTokensConfig(AdapterConfig):
     """Config of trainable tokens.
 
     Attributes:
-        token_indices: numbers of the tokens whose rows the adapter has for itself.
+        token_indices: ids of the tokens whose rows the adapter has for itself.
         target_modules: names or last parts of paths of embeddings, or a regular expression for
             whole paths; None: the model's own table of tokens.
-        init_weights: whether rows start as those of the table; False: normal with deviation 1.
-        dtype: of the rows, by name ("float32"); None for that of the table.
+        init_weights: whether rows start as copies of the table's; False: normal with deviation 1.
+        dtype: dtype of the rows, by name ("float32"); None for that of the table.
     """
 
     architecture: ClassVar[str] = "trainable_tokens"
@@ -73,11 +73,11 @@ class TrainableTokensConfig(AdapterConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """All fields, as tokens and tables themselves are compared."""
+        """All fields, because tokens and tables themselves are compared."""
         return frozenset(self.field_names())
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each module that has one of the tables.
+        """Return one placement for each module with one of the tables.
 
         Raises:
             ConfigError: there are no tokens.

@@ -7,7 +7,7 @@ prefix_length is 30 in both; the sizes are those of adapters. Differs from adapt
 UniPELT (Mao et al. 2022, arXiv:2110.07577, §3.2): for each sequence, a gate scales each of prefix
 tuning, a bottleneck and LoRA. Differs from the paper: nothing. Differs from adapters: gates read
 the real tokens of the prompt; `"unipelt[convention='adapterhub']"` computes the same as adapters,
-in which a gate replaces LoRA's alpha / r; alpha / r is 1 here.
+where a gate replaces LoRA's alpha / r; alpha / r is 1 here.
 
 Neither is in PEFT. Cost: that of the members, and d_model + 1 parameters for each gate.
 """
@@ -28,11 +28,11 @@ class MAMConfig(ConfigUnion):
     def __init__(
         self, prefix_tuning: AdapterConfig | None = None, adapter: AdapterConfig | None = None
     ) -> None:
-        """Join the two.
+        """Create the union.
 
         Args:
-            prefix_tuning: another prefix.
-            adapter: another bottleneck.
+            prefix_tuning: a prefix other than the usual one.
+            adapter: a bottleneck other than the usual one.
         """
         super().__init__(
             prefix_tuning or AdapterConfig.load("prefix_tuning", bottleneck_size=800),
@@ -53,12 +53,12 @@ class UniPELTConfig(ConfigUnion):
         adapter: AdapterConfig | None = None,
         lora: AdapterConfig | None = None,
     ) -> None:
-        """Join the three, each with a gate.
+        """Create the union of the three, each with a gate.
 
         Args:
-            prefix_tuning: another prefix.
-            adapter: another bottleneck.
-            lora: another LoRA, which keeps its scaling alpha / r.
+            prefix_tuning: a prefix other than the usual one.
+            adapter: a bottleneck other than the usual one.
+            lora: a LoRA other than the usual one; it keeps its scaling alpha / r.
         """
         members = (
             prefix_tuning or AdapterConfig.load("prefix_tuning", prefix_length=10),

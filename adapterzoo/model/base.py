@@ -1,27 +1,26 @@
-r"""The base model of an adapter: what a file records of it, and a warning where it is another one.
+r"""The base model of an adapter: its entries in a file, and a warning if it is another one.
 
-A file has up to four entries: the name of the base model, the commit on the Hub, a digest of the
+A file has up to four entries: the name of the base model, its commit on the Hub, a digest of its
 weights, and, in the native format, a sample of them (`formats.fit`).
 
-The digest is made of signs. A cast to float32, bfloat16 or float16 rounds every weight and keeps
-its sign, so that all copies of a base have one digest, on any device and however it is sharded:
+The digest consists of signs. A cast to float32, bfloat16 or float16 rounds every weight but keeps
+its sign, so all copies of a base model have the same digest, on any device and with any sharding:
 
     v1-⟨the first 32 hexadecimal digits of SHA-256 over the parameters of all blocks in the order
     of their paths: "path shape\n", then the sign bits of up to 1,024 values, as bytes 0 and 1⟩
 
-The values are 16 runs of 64 neighbors in memory order, spread evenly; of a smaller parameter, all.
-A model without blocks has the parameters of all its modules but tables of embeddings. What lies
-outside of blocks does not count: poolers, heads and other layers that a checkpoint may lack, which
-are drawn at random, and tables of tokens, which are resized.
+The values are 16 evenly spread runs of 64 neighbors in memory order, or all values of a smaller
+parameter. In a model without blocks, all parameters but embedding tables count. Parameters outside
+the blocks do not count: poolers, heads and other layers that a checkpoint may lack are drawn at
+random, and token tables are resized.
 
-A relative change ε of all weights turns over a share of about ε / π of the signs. BERT base has
-169,000 of them: a change of 1 in 10,000 shows, as does a LoRA that was merged into some layers.
-Changes outside of blocks, and of a few weights, do not show. The digest is not a signature.
+A relative change ε of all weights flips a share of about ε / π of the signs. BERT base has 169,000
+of them: a change of 1 in 10,000 shows, as does a LoRA merged into some layers. Changes outside the
+blocks, and of a few weights, do not show. The digest is not a signature.
 
-There is none where the original weights are not at hand: of a quantized model, on the meta device,
-after saving merged weights, under ZeRO stage 3, FSDP 1 or a `tp_plan`, and in a model wrapped by
-PEFT. Nothing is cached: reading the values takes milliseconds, and weights can be written without
-a trace.
+There is no digest without the original weights: for a quantized model, on the meta device, after
+saving merged weights, under ZeRO stage 3, FSDP 1 or a `tp_plan`, and in a model wrapped by PEFT.
+Nothing is cached: reading the values takes milliseconds, and writes to weights leave no trace.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class _Weights(NamedTuple):
-    """The weights of a base model, without what adapters have changed.
+    """The weights of a base model, without the changes of adapters.
 
     Attributes:
-        there: in this process, whole or sharded, by key.
-        offloaded: by accelerate: key → module and parameter.
+        there: those in this process, whole or sharded, by key.
+        offloaded: those that accelerate has offloaded: key → module and parameter.
         is_quantized: whether some are quantized.
-        is_whole: whether there are no others, quantized or on the meta device.
+        is_whole: whether no others exist, quantized or on the meta device.
     """
 
     there: dict[str, Tensor]
@@ -76,15 +75,15 @@ class _Weights(NamedTuple):
 
 
 def entries(model: AdaptedModel, name: str, with_sample: bool) -> dict[str, Any]:
-    """Return what the file of an adapter says about the base model besides its name.
+    """Return the entries of an adapter's file about the base model, except its name.
 
     A collective call if the weights are sharded. A model without any weights, such as one that only
-    converts a file, leaves what the adapter's own file said.
+    converts a file, keeps the entries of the file that the adapter came from.
 
     Args:
         model: resharded.
-        name: of the adapter.
-        with_sample: whether the format has the sample.
+        name: the adapter's name.
+        with_sample: whether the format includes the sample.
     """
     weights = _weights_of(model)
     trained_on = model._adapter_state.find(name).trained_on
@@ -98,13 +97,13 @@ def entries(model: AdaptedModel, name: str, with_sample: bool) -> dict[str, Any]
 
 
 def entries_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the metadata of a file say about the base model besides its name."""
+    """Return the entries in a file's metadata about the base model, except its name."""
     sample = {SAMPLE: metadata[SAMPLE]} if SAMPLE in metadata else {}
     return sample | base_of(metadata, "model_name").entries()
 
 
 def revision_of(model: Any) -> str | None:
-    """Return the commit on the Hub that a model was loaded from; None if it is not known."""
+    """Return the commit on the Hub that a model was loaded from; None if unknown."""
     # transformers 5.24 and later do not record it
     found = getattr(config_of(model), "_commit_hash", None)
     name = name_of(model)
@@ -112,7 +111,7 @@ def revision_of(model: Any) -> str | None:
 
 
 def digest_of(model: AdaptedModel) -> str | None:
-    """Return the digest of the base model; None where its weights are not at hand.
+    """Return the digest of the base model; None without its original weights.
 
     A collective call if the weights are sharded.
 
@@ -154,7 +153,7 @@ def _digest(model: AdaptedModel, weights: _Weights) -> str | None:
 
 
 def _positions(size: int) -> Tensor:
-    """Return the positions of the values that the digest looks at, `[values]`."""
+    """Return the positions of the values that the digest reads, `[values]`."""
     if size <= _RUNS * _RUN:
         return torch.arange(size, device="cpu")
     middles = torch.tensor(
@@ -168,7 +167,7 @@ def _positions(size: int) -> Tensor:
 
 
 def _weights_of(model: AdaptedModel) -> _Weights:
-    """Return the weights of the base model; merging changes none of them."""
+    """Return the weights of the base model, as they are without merged adapters."""
     there: dict[str, Tensor] = {}
     offloaded: dict[str, tuple[nn.Module, str]] = {}
     originals = model._adapter_state.originals
@@ -198,13 +197,13 @@ def _sampled(
 ) -> dict[str, Tensor]:
     """Return some weights of the base model by key, whole; a collective call if any is sharded.
 
-    For a quantized model, vectors are left out, since some quantization methods scale them; so is
-    a table that takes the place of the model's own.
+    Omit vectors of a quantized model, since some quantization methods scale them, and a token
+    table that replaces the model's own.
 
     Args:
         model: resharded, with adapters.
-        weights: of the base model.
-        choose: a function that chooses the keys, given the number of dimensions of each weight.
+        weights: weights of the base model.
+        choose: a function that selects keys, given the number of dimensions of each weight.
     """
     found = dict(weights.there)
     found |= {k: cast("Tensor", m._parameters[n]) for k, (m, n) in weights.offloaded.items()}
@@ -226,60 +225,58 @@ def _sampled(
 def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str) -> None:
     """Warn if an adapter was trained on another base model than the one it is loaded into.
 
-    Where both have a digest, or one a sample of the other's weights, these decide. Otherwise, for
-    two commits of one repository, it is not known that the weights are equal.
+    The digests decide if both are known, or else the sample of weights in the file. Without
+    either, two commits of one repository may have different weights.
 
     Args:
-        model: with adapters.
-        metadata: of the adapter's file, of any format.
-        name: of the adapter.
+        model: a model with adapters.
+        metadata: metadata of the adapter's file, of any format.
+        name: the adapter's name.
     """
-    theirs = base_of(metadata, "model_name")
+    trained = base_of(metadata, "model_name")
     sample = metadata.get(SAMPLE)
-    if theirs.digest is None and theirs.revision is None and not isinstance(sample, Mapping):
+    if trained.digest is None and trained.revision is None and not isinstance(sample, Mapping):
         return
     weights = _weights_of(model)
     if not weights.there and not weights.offloaded:
         return
-    is_known = theirs.digest is not None and theirs.digest.startswith(_VERSION)
-    mine = Base(name_of(model), revision_of(model), _digest(model, weights) if is_known else None)
-    is_other = None not in (mine.digest, theirs.digest) and mine.digest != theirs.digest
+    is_known = trained.digest is not None and trained.digest.startswith(_VERSION)
+    here = Base(name_of(model), revision_of(model), _digest(model, weights) if is_known else None)
+    is_other = None not in (here.digest, trained.digest) and here.digest != trained.digest
     if not is_other and isinstance(sample, Mapping):
         own = _sampled(model, weights, lambda dims: [key for key in dims if key in sample])
         is_other = fit.is_other_base(sample, own)
     if is_other:
-        what = "was trained on other weights than those of this model"
-    elif mine.digest is None and mine.name == theirs.name and _differ(mine.revision, theirs):
+        what = "was trained on other weights than this model's"
+    elif here.digest is None and here.name == trained.name and _differ(here, trained):
         what = "was trained on another commit of the base model, and weights cannot be compared"
     else:
         return
     warnings.warn(
-        f"the adapter {name!r} {what}:\n  trained on {_described(theirs)}\n  this model is "
-        f"{_described(mine)}\n{_hint(theirs)}",
+        f"the adapter {name!r} {what}:\n  trained on {_described(trained)}\n  this model is "
+        f"{_described(here)}\n{_hint(trained)}",
         BaseModelWarning,
         stacklevel=2,
     )
 
 
-def _differ(mine: str | None, theirs: Base) -> bool:
-    """Return whether two commits are known and differ; branches and tags say nothing."""
-    commits = [each for each in (mine, theirs.revision) if each and _COMMIT.fullmatch(each)]
-    return len({*commits}) == 2
+def _differ(*bases: Base) -> bool:
+    """Return whether two revisions are different commits; branches and tags may move."""
+    return len({each.revision for each in bases if _COMMIT.fullmatch(each.revision or "")}) == 2
 
 
 def _described(base: Base) -> str:
-    name = "a model without a name" if base.name is None else repr(base.name)
-    parts = [name]
+    parts = ["a model without a name" if base.name is None else repr(base.name)]
     parts += [] if base.revision is None else [f"at revision {base.revision!r}"]
     parts += [] if base.digest is None else [f"with digest {base.digest}"]
     return " ".join(parts)
 
 
-def _hint(theirs: Base) -> str:
-    at = "" if theirs.revision is None else f", revision={theirs.revision!r}"
-    load = f"from_pretrained({theirs.name!r}{at})" if theirs.name else "load_adapter(…) of that one"
+def _hint(base: Base) -> str:
+    at = "" if base.revision is None else f", revision={base.revision!r}"
+    load = f"from_pretrained({base.name!r}{at})" if base.name else "load_adapter(…) of that one"
     silence = "warnings.simplefilter('ignore', adapterzoo.BaseModelWarning)"
     return in_python(
-        f"Write {load}, or {silence} if this model is meant.",
+        f"Write {load}, or {silence} if this model is the right one.",
         "Write --model with the base model that it was trained on.",
     )

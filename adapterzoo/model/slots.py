@@ -1,9 +1,9 @@
-"""Slots: adapters stacked in tensors of a fixed size, of which each row of a batch takes one.
+"""Slots: adapters stacked in tensors of a fixed size, from which each row of a batch takes one.
 
-A shelf has slots for adapters of one kind: one method with the same options, of any layers, ranks
-or widths that fit. At each of its layers the values that `forward_rows` needs are stacked,
-`[slots, …]`, and padded with zeros. Another adapter in a slot changes values, and another batch
-changes an index, so that compiled code runs on for both.
+A shelf has slots for adapters of one kind: one method with the same options, and any layers, ranks
+or widths that fit. At each of its layers, the values that `forward_rows` needs are stacked,
+`[slots, …]`, and padded with zeros. A new adapter in a slot changes values, and a new batch
+changes an index, so compiled code is not compiled again for either.
 
 Sources: Chen et al. 2023 (Punica), arXiv:2310.18547, §4; Sheng et al. 2023 (S-LoRA),
 arXiv:2311.03285, §4, which keeps adapters in pages instead of slots.
@@ -47,26 +47,26 @@ Stored: TypeAlias = "Mapping[str, Values]"
 
 
 class Pool(Protocol):
-    """What a model knows of the pool that fills its slots."""
+    """The interface of the pool that fills a model's slots."""
 
     plan: Plan
 
     def check(self) -> None:
-        """Check that batches can use it now.
+        """Check that batches can use the pool now.
 
         Raises:
-            StateError: it is closed, or the model has merged adapters or is in training mode.
+            StateError: the pool is closed, or the model has merged adapters or is in training mode.
         """
 
     def __contains__(self, name: object) -> bool:
-        """Return whether it has an adapter of this name."""
+        """Return whether the pool has an adapter of this name."""
 
     def rows(self, leases: Sequence[Any], counts: Sequence[int], is_packed: bool) -> SlotRows:
         """Return the rows of a batch.
 
         Args:
-            leases: the slot that several rows in a row take; None for the base model.
-            counts: how many they are.
+            leases: the slot of each run of consecutive rows; None for the base model.
+            counts: the number of rows in each run.
             is_packed: see `SlotRows`.
         """
 
@@ -74,7 +74,7 @@ class Pool(Protocol):
         """Keep an adapter until `disclaim`, and return its fingerprint.
 
         Raises:
-            AdapterZooError: it cannot be loaded, or is being removed.
+            AdapterZooError: the adapter cannot be loaded, or is being removed.
         """
 
     def disclaim(self, name: str) -> None:
@@ -84,19 +84,19 @@ class Pool(Protocol):
         """Return a slot with a claimed adapter, for `release`; None if none is free now.
 
         Raises:
-            AdapterZooError: it cannot be loaded, or the pool is closed.
+            AdapterZooError: the adapter cannot be loaded, or the pool is closed.
         """
 
     def release(self, lease: Any) -> None:
-        """Give a slot back."""
+        """Release a slot."""
 
 
 NAME = "slots"
-"""The adapter's name in plans, and of what helps it at layers."""
+"""The name in plans of the adapter, and of its helpers at layers."""
 
 
 def nbytes(values: Values) -> int:
-    """Return how many bytes the values of a layer take; numbers count as eight."""
+    """Return the bytes that a layer's values take; a number counts as eight."""
     return sum(v.nbytes if isinstance(v, Tensor) else 8 for v in values.values())
 
 
@@ -104,19 +104,19 @@ class SlotStack:
     """The adapters in the slots of a shelf at one layer.
 
     Attributes:
-        one: an adapter of the largest size, for the options that all share.
+        one: an adapter of the largest size, whose options all share.
         stacks: its values by name, `[slots, …]`; numbers as float64 on the CPU.
-        nothing: values with which an adapter changes nothing.
+        nothing: values of an adapter that changes nothing.
     """
 
     def __init__(self, one: Adapter, values: Values, nothing: Values, slots: int) -> None:
         """Make empty slots.
 
         Args:
-            one: see the class; its parameters are not needed any longer.
-            values: of the largest adapter, on the device of the layer.
+            one: see the class; its parameters are no longer needed.
+            values: values of the largest adapter, on the device of the layer.
             nothing: see the class.
-            slots: how many.
+            slots: number of slots.
         """
         self.one, self.nothing = one.to("meta"), nothing
         self.stacks = {
@@ -127,15 +127,15 @@ class SlotStack:
         }
 
     def __call__(self, groups: RowGroups, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer's output, each row with the adapter of its slot."""
+        """Return the layer's output, with the adapter of its slot in each row."""
         return self.one.forward_rows(self.stacks, groups, x, base)
 
     def write(self, slot: int, values: Values | None) -> None:
         """Put an adapter into a slot.
 
         Args:
-            slot: its number.
-            values: of the adapter at this layer; None: it has none there.
+            slot: number of the slot.
+            values: values of the adapter at this layer; None: it does not change this layer.
         """
         for name, value in (self.nothing if values is None else values).items():
             place = self.stacks[name][slot]
@@ -162,11 +162,11 @@ class Shelf:
     """Slots for adapters of one kind.
 
     Attributes:
-        kind: method and options that the adapters share, see `kind_of`.
+        kind: method and options that the adapters share, as `kind_of` returns them.
         sites: path of a layer → the slots there.
-        record: of an adapter with all of these layers, without modules.
+        record: record of an adapter with all of these layers, without modules.
         sources: (path of a captured module, path of the layer that reads it).
-        reads_calls: whether adapters read facts of a call.
+        reads_calls: whether the adapters read facts about the call.
     """
 
     kind: Hashable
@@ -182,7 +182,7 @@ class Shelf:
         self.nbytes = sum(stack.nbytes for stack in stacks)
 
     def write(self, slot: int, stored: Stored) -> None:
-        """Put an adapter into a slot; nothing may read the slot."""
+        """Put an adapter into a slot, which nothing may be reading."""
         for path, site in self.sites.items():
             site.write(slot, stored.get(path))
 
@@ -190,11 +190,11 @@ class Shelf:
         """Check that an adapter fits.
 
         Args:
-            name: of the adapter.
+            name: the adapter's name.
             stored: its values.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not fit.
         """
         why = [f"{path}   no slot" for path in stored if path not in self.sites]
         for path, values in stored.items():
@@ -204,12 +204,12 @@ class Shelf:
             shown = "\n  ".join(sorted(why)[:5])
             raise ConfigError(
                 f"the adapter {name!r} is larger than the slots of its kind:\n  {shown}\n"
-                f"Write AdapterPool(model, configs=[…]) with its config."
+                f"Write AdapterPool(model, configs=[…]) with this adapter's config."
             )
 
 
 def kind_of(config: AdapterConfig) -> Hashable:
-    """Return what adapters of one shelf share: methods, and options that have no place in values.
+    """Return what adapters of one shelf share: the methods, and options outside its values.
 
     Layers, sizes and scalings may differ.
     """
@@ -222,11 +222,11 @@ def kind_of(config: AdapterConfig) -> Hashable:
 
 
 def values_of(model: AdaptedModel, record: AdapterRecord) -> dict[str, dict[str, Any]]:
-    """Return the values of an adapter that is not in the model, where its modules are.
+    """Return the values of an adapter that is not in the model, on the device of its modules.
 
     Args:
-        model: with the layers.
-        record: with modules.
+        model: the model with the layers.
+        record: a record with modules.
     """
     dtype, found = dtype_of(model), {}
     with torch.no_grad():
@@ -245,11 +245,11 @@ def check_batched(name: str, record: AdapterRecord) -> None:
     """Check that the adapters of a record can act in slots.
 
     Args:
-        name: of the adapter, for messages.
-        record: with modules.
+        name: the adapter's name, for messages.
+        record: a record with modules.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: one of them cannot.
     """
     for path, module in record.coming.items():
         sites = [placement.site for placement in record.places[path]]
@@ -258,7 +258,7 @@ def check_batched(name: str, record: AdapterRecord) -> None:
             where = f"at {path!r}" if path else "in what its layers share"
             raise ConfigError(
                 f"{name}: a {type(module).__name__} with these options {where} cannot act in a "
-                f"slot. Write load_adapter(…) instead, which takes all."
+                f"slot. Write load_adapter(…) instead, which accepts every adapter."
             )
 
 
@@ -268,22 +268,22 @@ def make_shelves(
     slots: int,
     dtype: torch.dtype | None = None,
 ) -> list[Shelf]:
-    """Return empty shelves with room for adapters of all these configs; the model stays as it is.
+    """Return empty shelves with room for adapters of all these configs; the model does not change.
 
     Args:
-        model: with the layers.
-        configs: of adapters.
-        slots: of each shelf.
-        dtype: of the adapters; None: that which the model gives them.
+        model: the model with the layers.
+        configs: configs of adapters.
+        slots: number of slots of each shelf.
+        dtype: dtype of the adapters; None: the dtype that the model gives them.
 
     Raises:
         ConfigError: an adapter cannot act in a slot.
     """
-    sharding.refuse_if_sharded(model, "Make the pool before fully_shard(model).")
+    sharding.refuse_if_sharded(model, "Create the pool before fully_shard(model).")
     kinds: dict[Hashable, list[AdapterConfig]] = {}
     for config in dict.fromkeys(configs):
         kinds.setdefault(kind_of(config), []).append(config)
-    # they are written to in threads of either mode
+    # threads write to them with and without inference mode
     with torch.inference_mode(False), exactly(model.device):
         return [_shelf(model, kind, own, slots, dtype) for kind, own in kinds.items()]
 
@@ -342,14 +342,14 @@ def to_host(stored: Stored, pin: bool = False) -> dict[str, dict[str, Any]]:
     """Return values on the CPU.
 
     Args:
-        stored: of an adapter.
-        pin: whether a GPU is to copy them without waiting.
+        stored: values of an adapter.
+        pin: whether to pin the memory, so that a GPU can copy it asynchronously.
     """
 
     def moved(value: Tensor | float) -> Tensor | float:
         if not isinstance(value, Tensor):
             return value
-        # a copy: the values of a file that is mapped would change with it
+        # a copy: values mapped from a file would change with it
         own = value.to("cpu", copy=True)
         return own.pin_memory() if pin else own
 
@@ -357,19 +357,19 @@ def to_host(stored: Stored, pin: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def put(model: AdaptedModel, pool: Pool, shelves: Sequence[Shelf]) -> Plan:
-    """Let the layers of a model read the slots, and return the plan with which they do.
+    """Let the layers of a model read the slots, and return the plan that does so.
 
     Args:
-        model: with the layers.
-        pool: that fills the slots.
-        shelves: with the slots.
+        model: the model with the layers.
+        pool: the pool that fills the slots.
+        shelves: the shelves with the slots.
 
     Raises:
-        StateError: the model has such slots already.
+        StateError: the model already has slots.
     """
     state, active = model._adapter_state, model._active
     if state.pool is not None:
-        raise StateError("the model has a pool already. Write close() of that one first.")
+        raise StateError("the model already has a pool. Write close() of that one first.")
     paths = dict.fromkeys(path for shelf in shelves for path in shelf.sites)
     captures: dict[str, tuple[str, ...]] = {}
     for path in paths:
@@ -415,13 +415,13 @@ def take(model: AdaptedModel, shelves: Sequence[Shelf]) -> None:
 
 
 def refuse_merged(model: AdaptedModel) -> None:
-    """Refuse to act beside merged adapters.
+    """Refuse to act together with merged adapters.
 
     Raises:
         StateError: an adapter is merged.
     """
     if merged := model._adapter_state.merged:
         raise StateError(
-            f"{listing(merged)} is merged and would act beside each adapter of the pool. Write "
-            "reset_adapter() first."
+            f"{listing(merged)} is merged and would act together with each adapter of the pool. "
+            "Write reset_adapter() first."
         )

@@ -139,7 +139,7 @@ def sweep(
     The adapters stay in the model; each is saved in a sub-folder of `args.output_dir`.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         args: `TrainingArguments` that all runs have in common.
         train_dataset: rows to train on.
         eval_dataset: rows to evaluate on; None: the runs are ranked by their training loss.

@@ -133,9 +133,9 @@ class RunPrinter(TrainerCallback):
         """Print the entry.
 
         Args:
-            args: of the trainer.
-            state: of the trainer.
-            control: of the trainer.
+            args: the trainer's `TrainingArguments`.
+            state: the trainer's state.
+            control: the trainer's control.
             logs: the entry.
             **kwargs: other arguments of callbacks.
         """
@@ -265,7 +265,7 @@ class MultiAdapterTrainer:
         """Start without runs.
 
         Args:
-            model: with adapters.
+            model: a model with adapters.
             at_once: how many runs train at the same time; None: all.
 
         Raises:

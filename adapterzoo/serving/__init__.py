@@ -1,4 +1,4 @@
-"""Serving: exports with a proof, pools of adapters, and transformers' own server with them."""
+"""Serving: exports with a proof, pools of adapters, and transformers' own server for them."""
 
 from __future__ import annotations
 

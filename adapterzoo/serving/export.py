@@ -34,11 +34,11 @@ class Export:
     Attributes:
         server: the value of `serve=`.
         title: the server's name and version.
-        method: of the adapter.
-        rank: of all factors in the files.
-        layers: the error of each weight if the adapter was converted to LoRA; empty if it is one.
+        method: the adapter's method.
+        rank: rank of all factors in the files.
+        layers: the error of each weight if the adapter was converted; empty for a LoRA.
         rounding: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all weights together, with ΔW' in the dtype of the files.
-        commands: how to start the server.
+        commands: commands that start the server.
     """
 
     server: str
@@ -55,7 +55,7 @@ class Export:
         return all(layer.is_exact for layer in self.layers)
 
     def __str__(self) -> str:
-        """Return a line, and a table of the layers if the adapter was converted."""
+        """Return a summary line, and a table of the layers if the adapter was converted."""
         how = "exactly" if self.is_exact else "by SVD"
         said = f"{self.method} for {self.title}, {how}, of rank {self.rank}"
         if self.rounding:
@@ -70,7 +70,7 @@ class Export:
         return "\n".join([*table, said])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the result as JSON values."""
         return {**dataclasses.asdict(self), "exact": self.is_exact}
 
 
@@ -84,22 +84,22 @@ def export(
     size: Size,
     dtype: torch.dtype | None,
 ) -> Export:
-    """Write an adapter as a server reads it.
+    """Write an adapter in the form that a server reads.
 
     Args:
         serve: the value of `serve=`.
-        model: with adapters.
+        model: a model with adapters.
         folder: created if missing.
-        name: of the adapter.
+        name: the adapter's name.
         with_head: whether to save the adapter's head.
-        meta: JSON values; None: those that the adapter was loaded with.
-        size: how much of a change to keep that is not a LoRA; no limits: such a change is refused.
-        dtype: of the files; None: that of the adapter.
+        meta: JSON values to save; None: those that the adapter was loaded with.
+        size: how much to keep of a change that is not a LoRA; without limits it is refused.
+        dtype: dtype of the files; None: that of the adapter.
 
     Raises:
-        CheckpointError: the server does not read such an adapter; nothing has been written.
-        ConfigError: a limit or the dtype is not legal.
-        UnknownNameError: there is no such adapter.
+        CheckpointError: the server cannot read such an adapter; nothing has been written.
+        ConfigError: a limit or the dtype is invalid.
+        UnknownNameError: the adapter is unknown.
     """
     server = servers[serve]
     size.check()
@@ -134,7 +134,7 @@ def _as_lora(
 ) -> tuple[Checkpoint, tuple[LayerReport, ...]]:
     """Return a checkpoint with the adapter as a LoRA, and the error of each weight."""
     if next(cast("Any", model).parameters()).is_meta:
-        raise StateError(f"converting {name!r} needs the weights of the model. Load them.")
+        raise StateError(f"converting {name!r} needs the model's weights. Load them.")
     try:
         record, layers = converted(model, name, change_forms.find(DEFAULT_CHANGE_FORM), size)
     except (ConfigError, LookupError, StateError) as error:
@@ -152,12 +152,12 @@ def _as_lora(
 
 
 def _merging(name: str) -> str:
-    """Return how to write a whole model instead."""
+    """Return the advice to write a whole model instead."""
     return in_python(f"merge_and_unload([{name!r}]).save_pretrained(…)", "--merge")
 
 
 def _without() -> str:
-    """Return how to write the adapter as it is."""
+    """Return the advice to write the adapter as it is."""
     return in_python("save_adapter(…) without serve", "`adapterzoo convert`")
 
 

@@ -1,11 +1,10 @@
-"""`AdapterPool`: any number of adapters in files, of which the slots of a model hold a few.
+"""`AdapterPool`: many adapters in files, of which the slots of a model hold a few.
 
-A batch names an adapter, or none, for each row. The pool brings the adapters of a batch into slots
-(see `model/slots.py`), the least recently used of which makes room, and keeps what it has read on
-the CPU, up to a number of bytes. Batches that find no free slot wait in the order in which they
-came.
+Each row of a batch names an adapter or none. The pool brings the adapters of a batch into slots
+(see `model/slots.py`), evicts the least recently used ones, and caches what it has read on the CPU,
+up to a number of bytes. Batches that find no free slot wait in order of arrival.
 
-Sources: Sheng et al. 2023 (S-LoRA), arXiv:2311.03285, §4; the words are those of vLLM's
+Sources: Sheng et al. 2023 (S-LoRA), arXiv:2311.03285, §4; the terms are those of vLLM's
 `max_loras` and `max_cpu_loras`, SGLang's pinned adapters and LoRAX's loading on request.
 """
 
@@ -53,9 +52,9 @@ class Lease(NamedTuple):
     """A slot that holds an adapter until it is released.
 
     Attributes:
-        name: of the adapter.
-        shelf: number of the shelf.
-        slot: number of the slot on it.
+        name: the adapter's name.
+        shelf: number of its shelf.
+        slot: number of the slot on that shelf.
     """
 
     name: str
@@ -67,10 +66,10 @@ class Found(NamedTuple):
     """The files of an adapter.
 
     Attributes:
-        folder: that holds them.
-        name: under which they were saved, unless a user gives another one.
-        expected: the first digits of their fingerprint; None: any.
-        stored: what they hold.
+        folder: the folder that holds them.
+        name: the name they were saved under, unless a user gives another one.
+        expected: the first digits of the expected fingerprint; None: any.
+        stored: what the files hold.
     """
 
     folder: Path
@@ -80,14 +79,14 @@ class Found(NamedTuple):
 
 
 def find(model: AdaptedModel, reference: StrPath) -> Found:
-    """Return the files of an adapter.
+    """Find the files of an adapter.
 
     Args:
-        model: that it is for.
+        model: the model that the adapter is for.
         reference: a folder or a name on the Hub; `@` and a fingerprint may follow.
 
     Raises:
-        CheckpointError: they are damaged, or have another fingerprint.
+        CheckpointError: the files are damaged, or have another fingerprint.
     """
     path, expected = hub.pinned(reference)
     folder, hub_name = checkpointing.found(model, path, None, None, None, LoadOptions(), {})
@@ -102,13 +101,13 @@ class Member:
     """An adapter of a pool.
 
     Attributes:
-        folder: with its files.
+        folder: the folder of its files.
         shelf: number of the shelf.
         expected: the first digits of its fingerprint; empty for any.
         pinned: whether it keeps its slot.
-        lease: of the slot that it keeps, once it is there.
-        fingerprint: of its files as they were read first; empty before.
-        claims: of requests that will use it.
+        lease: lease of the slot that it keeps; None until it is loaded.
+        fingerprint: fingerprint of its files when first read; empty before.
+        claims: number of requests that will use it.
         leaves: whether it is being removed.
     """
 
@@ -127,9 +126,9 @@ class Places:
     """The slots of a shelf.
 
     Attributes:
-        names: what each holds.
-        users: how many batches use each.
-        used: numbers of the slots, the least recently used first.
+        names: the adapter in each slot.
+        users: number of batches that use each slot.
+        used: slot numbers, least recently used first.
     """
 
     names: list[str | None]
@@ -138,18 +137,18 @@ class Places:
 
     @classmethod
     def empty(cls, count: int) -> Places:
-        """Return slots without adapters."""
+        """Return empty slots."""
         return cls([None] * count, [0] * count, OrderedDict.fromkeys(range(count)))
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A batch that waits for slots.
+    """A batch waiting for slots.
 
     Attributes:
-        is_inner: whether an open block of its thread or task has slots, for which it cannot wait.
-        is_claimed: whether a claim keeps its adapters, so that it gets them while they leave.
-        has_slots: whether it has them, and only reads adapters.
+        is_inner: whether a block of its thread or task already holds slots, so that it cannot wait.
+        is_claimed: whether a claim keeps its adapters, so that it gets them even during removal.
+        has_slots: whether it has its slots and is only reading adapters.
         given_up: whether its task was cancelled.
     """
 
@@ -190,31 +189,31 @@ class AdapterPool:
             model: on its device, from `init` or an `AutoAdapterModel`; inference only.
             adapters: folders or names on the Hub, by the name for requests or by their own; `@` and
                 a fingerprint may follow each.
-            configs: of the largest adapters that `add` brings later; those of `adapters` have room
-                in any case.
-            slots: number of adapters of one kind, that is of one method with the same options, that
+            configs: configs of the largest adapters to `add` later; those of `adapters`
+                always have room.
+            slots: number of adapters of one kind (one method with the same options) that
                 can act at the same time.
-            max_bytes: bound of what the pool keeps in all, on the device and on the CPU, at least
-                the slots and one adapter; None: there is none.
-            pinned: adapters that never lose their slots; they are loaded now.
-            dtype: of the adapters; None: as in their files.
+            max_bytes: limit of the memory that the pool uses, on the device and the CPU, at least
+                the slots and one adapter; None: no limit.
+            pinned: adapters that never lose their slots; loaded immediately.
+            dtype: dtype of the adapters; None: as in their files.
 
         Raises:
-            CheckpointError: a folder holds no adapter of this model.
+            CheckpointError: a folder holds no adapter for this model.
             ConfigError: an argument is wrong, or an adapter cannot act in a slot.
-            StateError: the model has a pool, is sharded, or has a merged adapter.
+            StateError: the model already has a pool, is sharded, or has a merged adapter.
         """
         if type(slots) is not int or slots < 1:
-            raise ConfigError(f"slots={slots!r} is not a number of slots. Write slots=8.")
+            raise ConfigError(f"slots={slots!r} is not a positive integer. Write slots=8.")
         self.model: AdaptedModel = model
         self._dtype = dtype
-        # what files say of their base models; comparing takes some time
+        # base models that the files name; the comparison takes time
         self._bases: set[str] = set()
         folders = self._named(adapters)
         wide = [AdapterConfig.load(config) for config in configs]
         own = {name: self._config(name, found) for name, found in folders.items()}
         if not own and not wide:
-            raise ConfigError("there are no adapters. Write adapters={…}, or configs=['lora'].")
+            raise ConfigError("no adapters given. Write adapters={…}, or configs=['lora'].")
         _slots.refuse_merged(self.model)
         self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], slots, dtype)
         self._members = {
@@ -226,7 +225,7 @@ class AdapterPool:
         if max_bytes is not None and max_bytes < least:
             raise ConfigError(
                 f"max_bytes={max_bytes} is less than {slots} slots and one adapter of the largest "
-                f"size take. Write max_bytes={least}, or fewer slots."
+                f"size need. Write max_bytes={least}, or fewer slots."
             )
         self._most = max_bytes
         self._cached: OrderedDict[Member, tuple[_slots.Stored, int]] = OrderedDict()
@@ -251,7 +250,7 @@ class AdapterPool:
         """Return the files of adapters by name.
 
         Raises:
-            ConfigError: two have one name.
+            ConfigError: two adapters have the same name.
         """
         if isinstance(adapters, (str, Path)):
             raise ConfigError(f"adapters={adapters!r} is one folder. Write [{str(adapters)!r}].")
@@ -268,11 +267,11 @@ class AdapterPool:
         return named
 
     def _config(self, name: str, found: Found) -> AdapterConfig:
-        """Return the config of an adapter; warn, once, of another base model than this one.
+        """Return an adapter's config; warn once per base model that differs from this one.
 
         Raises:
-            CheckpointError: it does not fit the model.
-            ConfigError: it cannot act in a slot.
+            CheckpointError: the adapter does not fit the model.
+            ConfigError: the adapter cannot act in a slot.
         """
         record = checkpointing.compared(self.model, found.stored, dtype=self._dtype).record
         _slots.check_batched(repr(name), record)
@@ -283,48 +282,48 @@ class AdapterPool:
         return record.config
 
     def _shelf_of(self, name: str, config: AdapterConfig) -> int:
-        """Return the number of the shelf for adapters of a config.
+        """Return the shelf number for an adapter with this config.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no shelf has its kind.
         """
         kind = _slots.kind_of(config)
         for number, shelf in enumerate(self._shelves):
             if shelf.kind == kind:
                 return number
         raise ConfigError(
-            f"the pool has no slots for the kind of {name!r}, {config!r}. Write AdapterPool(model, "
+            f"the pool has no slots of the kind of {name!r}, {config!r}. Write AdapterPool(model, "
             "configs=[…]) with this config."
         )
 
-    # --- which adapters there are ---
+    # --- the adapters ---
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is an adapter of this name."""
+        """Return whether the pool has an adapter of this name."""
         return name in self._members
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
+        """Yield the adapters' names."""
         return iter([*self._members])
 
     def __len__(self) -> int:
-        """Return how many adapters there are."""
+        """Return the number of adapters."""
         return len(self._members)
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise StateError("the pool is closed. Make another one.")
+            raise StateError("the pool is closed. Create a new one.")
 
     def _member(self, name: object, is_claimed: bool = False) -> Member:
         """Return an adapter.
 
         Args:
-            name: of the adapter.
+            name: the adapter's name.
             is_claimed: whether a claim keeps it, even if it is being removed.
 
         Raises:
-            StateError: it is being removed, or the pool is closed.
-            UnknownNameError: there is none.
+            StateError: the adapter is being removed, or the pool is closed.
+            UnknownNameError: no adapter has this name.
         """
         self._refuse_closed()
         if not isinstance(name, str) or name not in self._members:
@@ -338,20 +337,20 @@ class AdapterPool:
     def add(
         self, name: str, folder: StrPath, *, pinned: bool = False, overwrite_ok: bool = False
     ) -> None:
-        """Add an adapter, or replace one once nothing uses it; read now, while others run.
+        """Add an adapter, or replace one once it is unused; read it now, while others run.
 
         Args:
-            name: for `use` and requests.
-            folder: with its files, which have to stay; or a name on the Hub. `@` and a fingerprint
-                may follow.
-            pinned: whether it keeps a slot from now on.
-            overwrite_ok: whether it may replace one of this name.
+            name: the name that `use` and requests give.
+            folder: the folder of its files, which must stay there; or a name on the Hub. `@` and a
+                fingerprint may follow.
+            pinned: whether it keeps a slot permanently.
+            overwrite_ok: whether it may replace an adapter of this name.
 
         Raises:
-            CheckpointError: the folder holds no adapter of this model.
-            ConfigError: it fits into no slot.
+            CheckpointError: the folder holds no adapter for this model.
+            ConfigError: the adapter fits no slot.
             DuplicateNameError: the name is taken.
-            StateError: the one of this name is being removed, or used by a block that is open here.
+            StateError: its predecessor is being removed, or used by a block that is open here.
         """
         check_name(name)
         self._refuse_taken(name, overwrite_ok)
@@ -364,7 +363,7 @@ class AdapterPool:
         self._stored(name, member)
         try:
             with self._changed:
-                # another thread may have been faster
+                # another thread may have been first
                 self._refuse_taken(name, overwrite_ok)
                 if name in self._members:
                     self._leave(name)
@@ -382,32 +381,32 @@ class AdapterPool:
         """Refuse to add an adapter whose name is taken.
 
         Raises:
-            DuplicateNameError: it is.
-            StateError: the adapter that has it is being removed; or the pool is closed.
+            DuplicateNameError: the name is taken.
+            StateError: that adapter is being removed, or the pool is closed.
         """
         self._refuse_closed()
         if name not in self._members:
             return
         if not overwrite_ok:
             raise DuplicateNameError(
-                f"the pool has an adapter {name!r}. Write overwrite_ok=True, or another name."
+                f"it already has an adapter {name!r}. Write overwrite_ok=True, or another name."
             )
         self._member(name)
 
     @names_call
     def remove(self, name: str) -> None:
-        """Remove an adapter once nothing uses it; its files stay.
+        """Remove an adapter once it is unused; its files stay.
 
         Raises:
-            StateError: it is being removed, or used by a block that is open here.
-            UnknownNameError: there is none.
+            StateError: the adapter is being removed, or used by a block that is open here.
+            UnknownNameError: no adapter has this name.
         """
         with self._changed:
             self._member(name)
             self._leave(name)
 
     def _leave(self, name: str) -> None:
-        """Wait until nothing uses an adapter, and forget it.
+        """Wait until an adapter is unused, then forget it.
 
         Raises:
             StateError: it would wait for a block that is open here.
@@ -435,7 +434,7 @@ class AdapterPool:
 
     @names_call
     def pin(self, name: str) -> None:
-        """Load an adapter into a slot that it keeps.
+        """Load an adapter into a slot permanently.
 
         Raises:
             ConfigError: no slot would be left for others.
@@ -455,26 +454,26 @@ class AdapterPool:
             if member.pinned and member.lease is None:
                 member.lease = lease
             else:
-                # unpinned meanwhile
+                # unpinned in the meantime
                 self.release(lease)
 
     def _refuse_last(self, name: str, shelf: int) -> None:
-        """Refuse to pin an adapter in the last slot that is not pinned.
+        """Refuse to pin an adapter in the last unpinned slot.
 
         Raises:
-            ConfigError: it would be the last one.
+            ConfigError: it would take the last unpinned slot.
         """
         others = (m for n, m in self._members.items() if n != name and m.shelf == shelf)
         kept = sum(member.pinned for member in others)
         if kept + 1 >= len(self._places[shelf].names):
             raise ConfigError(
-                f"{name!r} would take the last slot of its kind that is not pinned. Write "
+                f"{name!r} would take the last unpinned slot of its kind. Write "
                 f"AdapterPool(…, slots={kept + 2})."
             )
 
     @names_call
     def unpin(self, name: str) -> None:
-        """Let an adapter lose its slot again."""
+        """Allow an adapter to lose its slot again."""
         with self._changed:
             self._member(name)
             self._unpin(name)
@@ -490,15 +489,15 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pool keeps, in slots and of what has been read."""
+        """The bytes that the pool holds, in slots and in its cache."""
         return sum(shelf.nbytes for shelf in self._shelves) + self._cached_bytes
 
     def _load(self, name: str, member: Member) -> tuple[str, _slots.Stored, int]:
-        """Read an adapter; return its fingerprint, its values on the CPU, and their bytes.
+        """Read an adapter; return its fingerprint, its values on the CPU, and their size in bytes.
 
         Raises:
             CheckpointError: its files do not fit the model.
-            ConfigError: it fits into no slot.
+            ConfigError: the adapter fits no slot.
         """
         found = formats.read(member.folder, "adapter", ModelInfo(self.model, False))
         record = checkpointing.filled(self.model, found, (), self._dtype)
@@ -514,18 +513,18 @@ class AdapterPool:
         self._cached_bytes -= size
 
     def _make_room(self, size: int) -> None:
-        """Forget what was used longest ago until so many bytes are free."""
+        """Evict the least recently used from the cache until `size` bytes are free."""
         while self._cached and self._most is not None and self.nbytes + size > self._most:
             self._drop(next(iter(self._cached)))
             self._counts["evicted_from_cpu"] += 1
 
     def _stored(self, name: str, member: Member) -> _slots.Stored:
-        """Return the values of an adapter, from its files if the cache has lost them.
+        """Return the values of an adapter, from its files if they are not in the cache.
 
         Raises:
             StateError: its files have changed.
         """
-        # one at a time, so that the bound holds while they are read, and none is read twice
+        # one at a time, so that memory stays within the limit and nothing is read twice
         with _LOADING:
             with self._changed:
                 if (found := self._cached.get(member)) is not None:
@@ -558,7 +557,7 @@ class AdapterPool:
     def _find(
         self, names: Sequence[str], is_claimed: bool = False
     ) -> list[tuple[Lease, bool]] | None:
-        """Return a slot for each adapter, and whether it holds it; None if not all have one now."""
+        """Return each adapter's slot, and whether it is loaded there; None if too few are free."""
         found: list[tuple[Lease, bool]] = []
         for name in names:
             shelf = self._member(name, is_claimed).shelf
@@ -577,30 +576,30 @@ class AdapterPool:
             ]
             if not free:
                 return None
-            # an empty one first
+            # an empty slot first
             slot = next((slot for slot in free if places.names[slot] is None), free[0])
             taken.add((lease.shelf, slot))
             found[number] = lease._replace(slot=slot), False
         return found
 
     def _refuse_more_than_slots(self, names: Sequence[str], is_claimed: bool = False) -> None:
-        """Refuse a batch for which the slots can never be enough.
+        """Refuse a batch for which there can never be enough slots.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: the batch needs more slots than there are.
         """
         for number, places in enumerate(self._places):
             own = [n for n in names if self._member(n, is_claimed).shelf == number]
             pinned = [n for n, m in self._members.items() if m.pinned and m.shelf == number]
             if len({*own, *pinned}) > len(places.names):
                 raise ConfigError(
-                    f"a batch names {len(own)} adapters of one kind, and {len(places.names)} slots "
-                    f"hold {len(pinned)} pinned ones too. Write AdapterPool(…, "
+                    f"a batch names {len(own)} adapters of a kind with {len(places.names)} slots, "
+                    f"{len(pinned)} of them pinned. Write AdapterPool(…, "
                     f"slots={len({*own, *pinned})}), or smaller batches."
                 )
 
     def _waiting(self) -> Waiting:
-        """Return a batch of this thread and task."""
+        """Return a waiting batch for this thread and task."""
         with self._changed:
             return Waiting(is_inner=bool(self._blocks_here()))
 
@@ -610,12 +609,12 @@ class AdapterPool:
         """Return slots that hold the adapters.
 
         Args:
-            names: of the adapters.
-            own: the batch, which waits for its turn, and until all have slots.
+            names: names of the adapters.
+            own: the batch, which waits for its turn and for enough slots.
             blocks: False: return None instead of waiting.
 
         Raises:
-            AdapterZooError: an adapter is unknown, cannot be loaded, or there are too many.
+            AdapterZooError: an adapter is unknown, cannot be loaded, or there are too many of them.
         """
         names, start = tuple(dict.fromkeys(names)), time.monotonic()
         if not names:
@@ -637,7 +636,7 @@ class AdapterPool:
                     places.used.move_to_end(lease.slot)
                     if not is_there:
                         self._counts["evicted"] += places.names[lease.slot] is not None
-                        # from now on, so that it is not removed while it is read
+                        # counted from now on, so that it is not removed while it is read
                         places.names[lease.slot] = lease.name
                         empty.add(lease)
                     leases.append(lease)
@@ -661,15 +660,15 @@ class AdapterPool:
         return leases
 
     def _awaited(self, names: Sequence[str], own: Waiting) -> list[tuple[Lease, bool]] | None:
-        """Return what `_find` does, once it is a batch's turn; None if its task was cancelled.
+        """Return `_find`'s result once it is the batch's turn; None if its task was cancelled.
 
         Raises:
-            StateError: the pool is closed; or the batch would wait for slots that it has itself.
+            StateError: the pool is closed; or the batch would wait for slots that it holds itself.
         """
         while not own.given_up:
             self._refuse_closed()
             if self._queue[0] is own:
-                # meanwhile one may have been pinned, or replaced by one of another kind
+                # in the meantime one may have been pinned, or replaced by one of another kind
                 self._refuse_more_than_slots(names, own.is_claimed)
                 if (found := self._find(names, own.is_claimed)) is not None:
                     return found
@@ -684,15 +683,15 @@ class AdapterPool:
     def _fill(self, lease: Lease) -> None:
         """Write an adapter into its slot."""
         shelf = self._shelves[lease.shelf]
-        # the values are not dropped from the cache, and so not counted, before they are written
+        # until they are written, the values stay in the cache, where their size is counted
         with _LOADING, torch.inference_mode(False), torch.no_grad():
             shelf.write(lease.slot, self._stored(lease.name, self._members[lease.name]))
         if self.model.device.type == "cuda":
-            # continuous batching computes on streams of its own
+            # continuous batching computes on its own streams
             torch.cuda.current_stream(self.model.device).synchronize()
 
     def release(self, lease: Lease) -> None:
-        """Give a slot back; the adapter stays there until another one needs it."""
+        """Release a slot; the adapter stays in it until another one needs the slot."""
         with self._changed:
             self._places[lease.shelf].users[lease.slot] -= 1
             self._changed.notify_all()
@@ -701,16 +700,16 @@ class AdapterPool:
 
     @contextmanager
     def use(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
-        """Let each row of the calls in a block take an adapter of the pool, in this thread or task.
+        """Assign an adapter to each row of the calls in a block, in this thread or task.
 
-        Waits for slots if others use them all. All beams and returned sequences of a row take its
-        adapter. The head is the active one of the model.
+        Waits for slots if others use them all. All beams and returned sequences of a row use its
+        adapter. The head is the model's active one.
 
         Args:
-            adapter_names: for each row of the batch, None for the base model.
+            adapter_names: an adapter for each row of the batch; None for the base model.
 
         Raises:
-            CheckpointError: files of an adapter are damaged.
+            CheckpointError: an adapter's files are damaged.
             ConfigError: there are more adapters than slots.
             StateError: an adapter is merged or being removed, or its files have changed.
             UnknownNameError: an adapter is unknown.
@@ -722,7 +721,7 @@ class AdapterPool:
 
     @asynccontextmanager
     async def use_async(self, adapter_names: Sequence[str | None]) -> AsyncIterator[None]:
-        """Do what `use` does, without stopping the event loop while slots are awaited.
+        """Like `use`, but do not block the event loop while waiting for slots.
 
         Args:
             adapter_names: as in `use`.
@@ -733,7 +732,7 @@ class AdapterPool:
         names, waiting = self._checked(adapter_names), self._waiting()
         wanted = [name for name in names if name is not None]
         found: Future[list[Lease] | None] = Future()
-        # the task can be cancelled, and the thread cannot
+        # the task can be cancelled, but the thread cannot
         found.set_running_or_notify_cancel()
 
         def acquire() -> None:
@@ -742,7 +741,7 @@ class AdapterPool:
             except BaseException as error:  # noqa: BLE001  raised in the task
                 found.set_exception(error)
 
-        # those of `asyncio.to_thread` could all wait here, while the batches that run need one
+        # `asyncio.to_thread`'s threads could all wait here while the running batches need one
         threading.Thread(target=acquire, daemon=True).start()
         try:
             leases = await asyncio.wrap_future(found) or []
@@ -780,7 +779,7 @@ class AdapterPool:
         """Return the names of rows, None for the base model.
 
         Raises:
-            CompositionError: they are no list of names.
+            CompositionError: they are not a list of names.
         """
         if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
             raise CompositionError(
@@ -792,7 +791,7 @@ class AdapterPool:
             if name is not None:
                 self._member(name)
         if not names:
-            raise CompositionError("use([]): there are no rows. Write use(['a', None]).")
+            raise CompositionError("use([]): the batch has no rows. Write use(['a', None]).")
         return names
 
     def _planned(self, names: Sequence[str | None], leases: Sequence[Lease]) -> Any:
@@ -801,7 +800,7 @@ class AdapterPool:
         return replace(self.plan, rows=rows, heads=self.model._active.heads)
 
     def check(self) -> None:
-        """Refuse a batch that would be wrong; see `slots.Pool`."""
+        """Refuse a batch whose result would be wrong; see `slots.Pool`."""
         self._refuse_closed()
         _slots.refuse_merged(self.model)
         if self.model.training:
@@ -840,12 +839,12 @@ class AdapterPool:
         return member.fingerprint.encode()
 
     def prefetch(self, name: str) -> None:
-        """Read an adapter now, unless it is in a slot or has been read, so that none waits for it.
+        """Read an adapter now, unless it is in a slot or cached, so that no request waits for it.
 
         Raises:
-            CheckpointError: its files are damaged.
-            StateError: they have changed, or the adapter is being removed.
-            UnknownNameError: there is none.
+            CheckpointError: the adapter's files are damaged.
+            StateError: its files have changed, or it is being removed.
+            UnknownNameError: no adapter has this name.
         """
         with self._changed:
             member = self._member(name)
@@ -868,14 +867,14 @@ class AdapterPool:
         found = self._acquire([name], Waiting(is_claimed=True), blocks=False)
         return None if found is None else found[0]
 
-    # --- what it does ---
+    # --- metrics ---
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the pool was made, and its state now.
+        """Return counts since the pool was made, and its current state.
 
-        `hits` and `misses` count adapters of batches that were in a slot or not, `loads` those that
-        were read from files, `evicted` those that lost a slot, `evicted_from_cpu` those that were
-        forgotten; `waited_seconds` is the time that batches waited, all together.
+        `hits` and `misses` count the batches' adapters that were in a slot or not, `loads` those
+        read from files, `evicted` those that lost a slot, `evicted_from_cpu` those dropped from the
+        cache; `waited_seconds` is the total time that batches waited.
         """
         with self._changed:
             device = sum(shelf.nbytes for shelf in self._shelves)
@@ -903,12 +902,12 @@ class AdapterPool:
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """Take the slots out of the model, once nothing uses them; the files stay.
+        """Take the slots out of the model, once they are unused; the files stay.
 
         Batches that wait for slots fail.
 
         Raises:
-            StateError: it would wait for a block that is open here.
+            StateError: a block of `use` is open here.
         """
         with self._changed:
             if self._closed:
@@ -933,7 +932,7 @@ class AdapterPool:
         self.close()
 
     def __repr__(self) -> str:
-        """Return how many adapters and slots there are."""
+        """Return the numbers of adapters and slots."""
         count = len(self._places[0].names)
         kinds = listing(kind[0][0] for kind in (s.kind for s in self._shelves))  # type: ignore[index]
         return f"AdapterPool({len(self)} adapters, {count} slots each for {kinds})"
@@ -944,6 +943,6 @@ def _here() -> object:
     return threading.get_ident(), current_task()
 
 
-# for all pools, as torch's random numbers are those of the process
+# for all pools, since torch's random numbers belong to the process
 _LOADING = threading.RLock()
 _COUNTED = "hits", "misses", "loads", "cpu_hits", "evicted", "evicted_from_cpu", "added"

@@ -1,14 +1,14 @@
 """`adapterzoo serve`: transformers' own server, where `model="base:adapter"` names the adapter.
 
-The routes, their handlers and the continuous batching are those of transformers. A gate in front of
+The routes, their handlers and the continuous batching are transformers' own. A gate in front of
 them reads each request once: it finds the adapter, refuses what the handlers would ignore or fail
-at, and passes on only the fields that they read. No name in a request reaches a disk or the Hub:
+on, and passes on only the fields that they read. No name in a request reaches a disk or the Hub:
 the base model and its adapters are loaded before the server starts.
 
-All that the library knows about the internals of `transformers.cli.serving`, in the versions of
-`batching.TESTED`, is in this file: `build_server`, `ModelManager`, `GenerationState.get_manager`,
-`CBGenerateManager.init_cb` and `_cb`, the two handlers, and that a handler adds its request in the
-task in which the gate calls it.
+This file holds all that the library knows about the internals of `transformers.cli.serving` in the
+versions of `batching.TESTED`: `build_server`, `ModelManager`, `GenerationState.get_manager`,
+`CBGenerateManager.init_cb` and `_cb`, the two handlers, and the fact that a handler adds its
+request in the task in which the gate calls it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ METRICS = "/metrics"
 ROUTES = {
     "/v1/models": "GET", "/health": "GET", METRICS: "GET", COMPLETIONS: "POST", CHAT: "POST",
 }  # fmt: skip
-"""The paths that are served → their method. Other routes of transformers unload the model, or load
-the one that a request names."""
+"""Served paths → their methods. Other routes of transformers unload the model, or load
+one that a request names."""
 
-# bytes of a body: at least and at most, and in between for each position of the model
+# bytes of a body: minimum, maximum, and in between this many for each position of the model
 _SMALL, _LARGE, _PER_POSITION = 2**18, 2**24, 64
 # seconds to wait for the next part of a body
 _PATIENCE = 60.0
 _MOST_TOKENS = 2**31 - 1
 # fields that every request may have
 _FIELDS = {"model", "stream", "temperature", "top_p", "user"}
-# values of fields that change nothing; others would be ignored, or change what other requests get
+# values that change nothing; others would be ignored, or affect other requests
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "stop": ([], ""),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},),
@@ -65,15 +65,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RefusedRequest(Exception):  # noqa: N818  not in the library's tree
-    """A request that is answered with a status and a reason."""
+    """The status and reason with which a request is refused."""
 
     def __init__(self, status: int, reason: str, allow: str | None = None) -> None:
-        """Keep them.
+        """Store the answer.
 
         Args:
-            status: of the answer.
+            status: the answer's status.
             reason: what is wrong with the request.
-            allow: the method that the path has; None: the method is right.
+            allow: the method that the path accepts; None: the method is right.
         """
         super().__init__(reason)
         self.status, self.allow = status, allow
@@ -85,7 +85,7 @@ class Asked:
 
     Attributes:
         adapter: its name; None for the base model.
-        new_tokens: the most tokens to generate; None: as many as there is room for.
+        new_tokens: the maximum number of tokens to generate; None: as many as fit.
     """
 
     adapter: str | None = None
@@ -100,11 +100,11 @@ class Served:
     """A base model with adapters, under the names that requests use.
 
     Attributes:
-        name: of the base model.
-        model: with the adapters.
-        tokenizer: of the base model.
-        settings: how tokens are sampled, for all requests.
-        pool: of the adapters; None: all are in the model.
+        name: name of the base model.
+        model: the model, with the adapters.
+        tokenizer: tokenizer of the base model.
+        settings: sampling settings for all requests.
+        pool: pool of the adapters; None: the model holds them all.
     """
 
     name: str
@@ -115,13 +115,13 @@ class Served:
 
     @property
     def names(self) -> list[str]:
-        """What a request may write as its model."""
+        """The values that a request may give as its model."""
         adapters = self.model.adapters_config if self.pool is None else self.pool
         return [self.name, *(f"{self.name}:{each}" for each in adapters)]
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes of a body; while a prompt is turned into tokens, all requests wait."""
+        """The maximum bytes of a body; all requests wait while a prompt is tokenized."""
         positions = batching.positions_of(self.model)
         return _LARGE if positions is None else min(max(_SMALL, _PER_POSITION * positions), _LARGE)
 
@@ -129,11 +129,11 @@ class Served:
         """Return what a request asks for.
 
         Args:
-            path: of the route.
-            body: of the request.
+            path: the route's path.
+            body: the request's body.
 
         Raises:
-            RefusedRequest: a field is wrong, or asks for what this server does not do.
+            RefusedRequest: a field is wrong, or asks for something that is not supported.
         """
         if not isinstance(body, dict):
             raise RefusedRequest(400, "the body is not a JSON object. Write {…}.")
@@ -151,9 +151,9 @@ class Served:
                 raise RefusedRequest(400, f"{_shown(field)} has no effect here. Leave it out.")
         self._check_text(own, body.get(own))
         if not isinstance(body.get("stream"), (bool, type(None))):
-            raise RefusedRequest(400, "stream has to be true or false.")
+            raise RefusedRequest(400, "stream must be true or false.")
         if not isinstance(body.get("user"), (str, type(None))):
-            raise RefusedRequest(400, "user has to be a string.")
+            raise RefusedRequest(400, "user must be a string.")
         given = [body[field] for field in lengths if body.get(field) is not None]
         for tokens in given:
             if type(tokens) is not int or not 1 <= tokens <= _MOST_TOKENS:
@@ -171,14 +171,14 @@ class Served:
                 raise RefusedRequest(400, f"{self.name!r} has no chat template. Use {COMPLETIONS}.")
             messages = value if isinstance(value, list) else []
             if not messages or not all(isinstance(each, dict) for each in messages):
-                raise RefusedRequest(400, "messages has to be a list of {role, content}.")
+                raise RefusedRequest(400, "messages must be a list of {role, content}.")
             parts = [part for each in messages for part in _parts(each.get("content"))]
             texts = [*(each.get("role") for each in messages), *parts]
             texts += [each.get("name", "") for each in messages]
             if any(each.keys() - {"role", "content", "name"} for each in messages):
-                raise RefusedRequest(400, "a message has role, content and name, and nothing else.")
+                raise RefusedRequest(400, "a message may have only role, content and name.")
         if not all(map(_is_text, texts)):
-            raise RefusedRequest(400, f"{field} has to be text, without lone surrogates.")
+            raise RefusedRequest(400, f"{field} must be text, without lone surrogates.")
 
     def _check_sampling(self, body: Mapping[str, Any]) -> None:
         """Check that a request is sampled as all others are."""
@@ -203,7 +203,7 @@ def _text_field(path: str) -> str:
 
 
 def _parts(content: object) -> list[object]:
-    """Return the texts of a message; None for a part that is not one."""
+    """Return the texts of a message, with None for a part that is not text."""
     if not isinstance(content, list) or not content:
         return [content]
     return [
@@ -224,20 +224,20 @@ def _is_text(value: object) -> bool:
     return True
 
 
-# of values that may be long, or nested more deeply than `repr` can follow
+# for values that may be long, or nested more deeply than `repr` can follow
 _shortened = reprlib.Repr()
 _shortened.maxstring = 200
 _shown = _shortened.repr
 
 
 class Gate:
-    """Stands in front of the application, and answers the requests that it refuses."""
+    """ASGI middleware that checks each request, and answers those that it refuses."""
 
     def __init__(self, app: Any, served: Served) -> None:
-        """Stand in front of an application.
+        """Wrap an application.
 
         Args:
-            app: of transformers.
+            app: the application of transformers.
             served: what it serves.
         """
         self.app, self.served = app, served
@@ -276,7 +276,7 @@ class Gate:
         await self.app({**scope, "headers": headers}, receive, send)
 
     def _metrics(self) -> str:
-        """Return the metrics of the pool.
+        """Return the pool's metrics.
 
         Raises:
             RefusedRequest: there is no pool.
@@ -303,7 +303,7 @@ def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Check that the body is uncompressed JSON.
 
     Raises:
-        RefusedRequest: it is of another type, or compressed.
+        RefusedRequest: the body has another type, or compressed.
     """
     given = dict(headers)
     kind = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -314,14 +314,14 @@ def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 async def _body(receive: Receive, most: int) -> bytes:
-    """Return the body of a request.
+    """Return a request's body.
 
     Args:
-        receive: gives its parts.
-        most: bytes that it may have.
+        receive: the ASGI function that returns its parts.
+        most: maximum number of bytes.
 
     Raises:
-        RefusedRequest: it is too long, stops arriving, or its client has left.
+        RefusedRequest: the body is too long or stops arriving, or the client has left.
     """
     parts: list[bytes] = []
     size = 0
@@ -341,10 +341,10 @@ async def _body(receive: Receive, most: int) -> bytes:
 
 
 def _document(body: bytes) -> object:
-    """Return the value of a body in JSON.
+    """Parse a JSON body.
 
     Raises:
-        RefusedRequest: it is not JSON, or a field appears twice.
+        RefusedRequest: the body is not JSON, or a field appears twice.
     """
     try:
         return json.loads(body.decode(), object_pairs_hook=_fields, parse_constant=_no_number)
@@ -355,7 +355,7 @@ def _document(body: bytes) -> object:
 def _fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        # another parser may take the first of them, and Python takes the last
+        # another parser may keep the first of them, and Python keeps the last
         raise RefusedRequest(400, "a field appears twice. Write it once.")
     return found
 
@@ -372,7 +372,7 @@ def _read_by_handlers(path: str, fields: Mapping[str, Any], asked: Asked) -> dic
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body again, and then whatever follows."""
+    """Return a `receive` that returns the body again, and then whatever follows."""
     parts = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def give() -> Message:
@@ -382,7 +382,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 async def _answer(send: Send, error: RefusedRequest) -> None:
-    """Answer a request with an error, in the form of OpenAI."""
+    """Answer a request with an error in OpenAI's format."""
     more = [] if error.allow is None else [(b"allow", error.allow.encode())]
     body = json.dumps(_error(str(error))).encode()
     await _send(send, error.status, body, b"application/json", more)
@@ -391,7 +391,7 @@ async def _answer(send: Send, error: RefusedRequest) -> None:
 async def _send(
     send: Send, status: int, body: bytes, kind: bytes, more: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """Send an answer with a body of a type."""
+    """Send an answer."""
     headers = [(b"content-type", kind), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -405,7 +405,7 @@ def _status(error: AdapterZooError) -> int:
     """Return the HTTP status for an error of a request that has passed the gate."""
     if isinstance(error, UnknownNameError):
         return 404
-    # such as an adapter that is being replaced, or has lost its files
+    # for example an adapter that is being replaced, or has lost its files
     return 503 if isinstance(error, (CheckpointError, StateError)) else 400
 
 
@@ -414,25 +414,26 @@ def load(
     dtype: str = "auto", temperature: float | None = None, slots: int | None = None,
     max_bytes: int | None = None,
 ) -> Served:  # fmt: skip
-    """Load a base model, and make a pool of its adapters.
+    """Load a base model and create a pool of its adapters.
 
     If an adapter cannot act in a pool, the model holds all of them.
 
     Args:
         base: folder or name on the Hub.
         adapters: folders or names on the Hub, or `NAME=FOLDER`.
-        name: of the base model for requests; None: that of the folder, or on the Hub.
-        device: None: a GPU if there is one.
-        dtype: of the base model; "auto": that of its file.
-        temperature: of all requests; 0: always the likeliest token; None: that of the base model.
-        slots: of the pool, for adapters of one kind; None: one for each adapter, up to eight.
+        name: name of the base model for requests; None: the name of the folder or on the Hub.
+        device: None: a GPU, if there is one.
+        dtype: dtype of the base model; "auto": that of its file.
+        temperature: for all requests; 0: always the likeliest token; None: that of the
+            base model.
+        slots: number of slots for adapters of one kind; None: one for each adapter, up to eight.
         max_bytes: see `AdapterPool`.
 
     Raises:
-        ConfigError: a temperature is not legal; or an adapter cannot act in a pool, for which
-            slots or bytes are given.
-        StateError: an adapter cannot share steps with others; or this transformers has not been
-            tested.
+        ConfigError: the temperature is invalid; or slots or bytes are given, and an adapter cannot
+            act in a pool.
+        StateError: an adapter cannot share steps with others; or this version of transformers has
+            not been tested.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -470,7 +471,7 @@ def _pool(model: Any, adapters: Sequence[str], slots: int, max_bytes: int | None
         key = own if is_named else find(model, each).name
         if key in named:
             raise DuplicateNameError(
-                f"--adapters {each}: {named[key]!r} has the name {key!r} too. Write NAME={each}."
+                f"--adapters {each}: {named[key]!r} is also called {key!r}. Write NAME={each}."
             )
         named[key] = reference if is_named else each
     return AdapterPool(model, named, slots=slots, max_bytes=max_bytes)
@@ -489,17 +490,17 @@ def _load_all(model: Any, adapters: Sequence[str]) -> None:
         variant = batching.variant_of(model, loaded)
         if variant.alone:
             raise StateError(
-                f"--adapters {each}: {variant.alone}, so that requests of others cannot run beside "
-                "it. Serve it without others, merged: adapterzoo merge."
+                f"--adapters {each}: {variant.alone}, so other requests cannot run alongside it. "
+                "Serve it without others, merged: adapterzoo merge."
             )
 
 
 def application(served: Served, **options: Any) -> tuple[Any, Any]:
-    """Return the application of a server, and the running manager of its requests.
+    """Return a server's application, and the running manager of its requests.
 
     Args:
         served: the model.
-        **options: of `ContinuousBatchingConfig`.
+        **options: options of `ContinuousBatchingConfig`.
 
     Raises:
         StateError: a package for serving is not installed.
@@ -520,7 +521,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
     from transformers import ContinuousBatchingConfig
 
     class Manager(ModelManager):
-        """Has one model, loads no other and unloads nothing."""
+        """Manager of a single model, which loads no other and unloads nothing."""
 
         def __init__(self) -> None:
             super().__init__(device=str(served.model.device), model_timeout=-1)
@@ -540,7 +541,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
             pass
 
     class State(GenerationState):
-        """Has one manager for all names that a request can use."""
+        """State with one manager for all names that a request can use."""
 
         def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
             return super().get_manager(served.name, use_cb=True)
@@ -574,7 +575,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
     return app, requests
 
 
-# other versions of transformers are refused before there is a manager
+# other versions of transformers are refused before a manager is created
 _Manager: Any = batching.BatchingManager if batching.is_tested() else object
 
 
@@ -582,7 +583,7 @@ class ServedRequests(_Manager):  # type: ignore[misc]
     """A manager that finds the adapter of a request in the task that adds it.
 
     Attributes:
-        forwards: id of a streamed request → what delivers its tokens.
+        forwards: id of a streamed request → the `Forward` that delivers its tokens.
     """
 
     forwards: dict[str, Forward]
@@ -603,8 +604,8 @@ class ServedRequests(_Manager):  # type: ignore[misc]
             request_id: its id.
             max_new_tokens: transformers' default, for a request that names no length.
             streaming: whether each token is delivered as soon as it is generated.
-            *args: as transformers takes them.
-            **kwargs: the same.
+            *args: passed on to transformers.
+            **kwargs: passed on to transformers.
 
         Raises:
             AdapterZooError: as for any manager.
@@ -615,7 +616,7 @@ class ServedRequests(_Manager):  # type: ignore[misc]
             room = [each - len(input_ids) for each in most if each is not None]
             max_new_tokens = max(min([*room, *([max_new_tokens] if max_new_tokens else [])]), 1)
         if streaming:
-            # transformers registers its receiver later, when the first token may be there already
+            # transformers registers its receiver later, when the first token may already be there
             self.forwards[key] = Forward()
             super().register_result_handler(key, self.forwards[key])
         try:
@@ -658,14 +659,14 @@ def run(served: Served, host: str, port: int, **options: Any) -> None:
     Args:
         served: the model.
         host: address to listen on.
-        port: to listen on.
-        **options: of `ContinuousBatchingConfig`.
+        port: the port to listen on.
+        **options: options of `ContinuousBatchingConfig`.
     """
     app, requests = application(served, **options)
     import uvicorn
 
     try:
-        # the worker makes the cache, without which no request can be admitted
+        # the worker creates the cache, without which no request can be admitted
         while requests.is_running() and requests.batch_processor is None:
             time.sleep(0.01)
         uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="info")).run()

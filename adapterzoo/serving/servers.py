@@ -1,9 +1,9 @@
-"""PEFT's folder for a server: a table of what each server adapts, and one pass that writes it.
+"""PEFT folders for servers: a table of what each server adapts, and one pass that writes them.
 
 The pass writes the same canonical folder for every server: the scale is folded into B, all ranks
 are equal, layers that are read together are complete, blocks that were left out have zero factors,
 and each expert has its own matrices. The table says which server reads which layers;
-docs/serving.md names the sources. The readers that prove a folder, in `adapterzoo.serving.readers`,
+docs/serving.md names the sources. The readers that check a folder, in `adapterzoo.serving.readers`,
 share nothing with this file.
 """
 
@@ -38,8 +38,8 @@ class Experts:
     """The layers of experts as the checkpoint of a model names them.
 
     Attributes:
-        path: of the experts in a block of the checkpoint.
-        names: of gate, up and down projection of an expert.
+        path: path of the experts in a block of the checkpoint.
+        names: names of gate, up and down projection of an expert.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Layers:
     experts: Experts | None = None
 
     def __and__(self, other: Layers) -> Layers:
-        """Return what both adapt."""
+        """Return the layers that both adapt."""
         groups = tuple(group for group in self.groups if group in other.groups)
         experts = self.experts if self.experts == other.experts else None
         return Layers(groups, self.outside & other.outside, experts)
@@ -73,14 +73,14 @@ class Server:
 
     Attributes:
         title: its name, with the version that the facts describe.
-        layers: that it adapts, by model type.
-        heads: names of the head layers that it replaces.
-        ranks: that it can be started with; empty: any.
+        layers: the layers that it adapts, by model type.
+        heads: names of the head layers that it can replace.
+        ranks: the ranks that it can be started with; empty: any.
         tied_output: whether it adapts an output layer that is tied to the embedding.
-        start: how to start it; `{folder}`, `{name}`, `{base}`, `{rank}`, `{limit}` (the smallest of
-            `ranks` that is enough) and `{targets}` are filled in.
-        labels: what to add for a head of `{labels}` outputs.
-        merged: how to start it with a whole model in `{folder}`.
+        start: commands that start it; `{folder}`, `{name}`, `{base}`, `{rank}`, `{limit}` (the
+            smallest sufficient one of `ranks`) and `{targets}` are filled in.
+        labels: options to add for a head with `{labels}` outputs.
+        merged: commands that start it with a whole model in `{folder}`.
     """
 
     title: str
@@ -93,7 +93,7 @@ class Server:
     merged: tuple[str, ...] = ()
 
     def __and__(self, other: Server) -> Server:
-        """Return what both read."""
+        """Return the adapters that both read."""
         types = self.layers.keys() & other.layers.keys()
         return Server(
             self.title,
@@ -107,7 +107,7 @@ class Server:
         )
 
     def commands(self, **facts: object) -> tuple[str, ...]:
-        """Return how to start it; the facts are those of `start` and `labels`."""
+        """Return the commands that start it; the facts fill in `start` and `labels`."""
         rank, labels = int(str(facts["rank"])), facts.get("labels")
         limit = next((n for n in self.ranks if n >= rank), rank)
         more = f" {self.labels}" if self.labels and labels else ""
@@ -239,7 +239,7 @@ servers.register("any")(
 _PREFIX = "base_model.model."
 # endings of the keys of A and B
 _ENDS = (".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")
-# fields of PEFT's LoRA that no server reads, and what they stand for
+# fields of PEFT's LoRA that no server reads, and their meaning
 _UNREAD = {
     "use_dora": "DoRA's magnitudes",
     "lora_bias": "a bias of B",
@@ -252,12 +252,12 @@ _STEP, _LEAST = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The change B A of a weight.
+    """The change BA of a weight.
 
     Attributes:
         a: `[rank, d_in]`.
         b: `[d_out, rank]`, scaled.
-        ends: of their keys.
+        ends: endings of their keys.
     """
 
     a: Tensor
@@ -280,11 +280,11 @@ class Folder:
     """PEFT's config and tensors for a server.
 
     Attributes:
-        fields: of the config.
+        fields: the config's fields.
         tensors: by PEFT's keys.
-        rank: of all factors.
+        rank: rank of all factors.
         rounding: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all weights together, with ΔW' as it is stored.
-        labels: how many outputs the head has; None: there is no head.
+        labels: the number of outputs of the head; None without a head.
     """
 
     fields: Fields
@@ -313,14 +313,14 @@ def for_server(
     dtype: torch.dtype | None,
     otherwise: str,
 ) -> Folder:
-    """Return a LoRA as a server reads it.
+    """Return a LoRA in the form that a server reads.
 
     Args:
-        checkpoint: of a LoRA.
-        info: of the model.
+        checkpoint: checkpoint of a LoRA adapter.
+        info: the model's info.
         server: from the table.
-        dtype: of the factors; None: their own.
-        otherwise: what to write if the server does not read it.
+        dtype: dtype of the factors; None: their own.
+        otherwise: what the error says to write if the server does not read it.
 
     Raises:
         CheckpointError: the server does not read it.
@@ -343,7 +343,7 @@ def for_server(
 
 
 class _UnreadError(Exception):
-    """A server does not read an adapter: the reason, and hints at what it reads."""
+    """A server does not read an adapter; holds the reason, and hints at what it reads."""
 
 
 def _reads(checkpoint: Checkpoint, info: ModelInfo, server: Server) -> bool:
@@ -404,7 +404,7 @@ def _folder(
 
 
 def _fields(fields: Fields, targets: Iterable[str], rank: int) -> Fields:
-    """Return PEFT's config, with no field that servers read differently."""
+    """Return PEFT's config, without fields that servers read differently."""
     kept = (
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
         "revision", "inference_mode", "modules_to_save",
@@ -429,7 +429,7 @@ def _fields(fields: Fields, targets: Iterable[str], rank: int) -> Fields:
 def _factors(
     fields: Fields, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Factors], dict[str, Tensor]]:
-    """Return the factors by path in the task class, with the scale in B, and all other tensors.
+    """Return the factors by path in the task class, with the scale in B, and the remaining tensors.
 
     A matrix of an expert has the path of the experts, then the expert's number and its own name.
     """
@@ -454,7 +454,7 @@ def _factors(
 
 
 def _tensor(key: str, info: ModelInfo) -> Tensor | None:
-    """Return a tensor by its key in the task class, of which the model may be the backbone."""
+    """Return a tensor by its key in the task class, whose backbone the model may be."""
     found = info.tensor(key)
     return info.tensor(key.partition(".")[2]) if found is None else found
 
@@ -483,7 +483,7 @@ def _of_experts(name: str, a: Tensor, b: Tensor, count: int) -> dict[str, Factor
         name: path of the parameter.
         a: `[experts · rank, d_in]`, experts first.
         b: `[d_out, rank · experts]`, ranks first.
-        count: of the experts.
+        count: number of the experts.
     """
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
     b = b.unflatten(1, (-1, count)).movedim(2, 0)  # [experts, d_out, rank]
@@ -515,7 +515,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 
 
 def _within(path: str) -> str | None:
-    """Return the path within its block; None if it is in none."""
+    """Return the path within its block; None outside the blocks."""
     found = _BLOCK.fullmatch(path)
     return None if found is None else found[3]
 

@@ -1,4 +1,4 @@
-"""Proof that a server computes from a folder what the adapter computes here.
+"""Proof that a server computes the same from a folder as the adapter does here.
 
 A reader reads the folder as the server does, and its result is applied to a plain model. The logits
 and weights of this model are compared with those of the model with the adapter.
@@ -34,11 +34,11 @@ from .readers import READERS, Reading, apply, gguf, opened
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
-# how much of the adapter's change may differ: units in the last place of the file's dtype, and the
+# how much of the adapter's change may differ: units in the last place of the file's dtype, plus the
 # rounding of a deep model in float32
 _ROUNDING, _NOISE = 4, 1e-4
 _ADAPTER = "verified"
-# what values of wrong types, shapes or patterns raise
+# the errors that values of wrong types, shapes or patterns raise
 _STUMBLES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError, re.error,
@@ -50,7 +50,7 @@ class Wrong:
     """A weight that the server changes differently.
 
     Attributes:
-        key: of the weight.
+        key: key of the weight.
         error: ‖ΔW − ΔW'‖ / ‖ΔW‖ with the server's ΔW'; 1 if it does not change the weight.
     """
 
@@ -60,20 +60,20 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a server makes of a folder, compared with the adapter here.
+    """Comparison of what a server makes of a folder with the adapter here.
 
     Attributes:
         server: the reader's name.
-        version: of the server.
-        refused: why the server does not load the folder.
+        version: the server's version.
+        refused: reasons why the server does not load the folder.
         dropped: keys in the file that it ignores.
         without_effect: weights that the adapter changes and the server does not.
         wrong: weights that the server changes differently, the worst first.
-        needs: options that it must be started with.
-        here: why the adapter cannot be loaded here; None: it can.
+        needs: options that the server must be started with.
+        here: why the adapter cannot be loaded here; None if it can.
         difference: the largest difference of the logits.
         change: the largest difference that the adapter makes to the logits of the base model.
-        tolerance: how much of `change` the difference may be.
+        tolerance: the largest acceptable `difference` / `change`.
     """
 
     server: str
@@ -90,7 +90,7 @@ class Proof:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the server loads the folder, and computes what the adapter computes."""
+        """Whether the server loads the folder and computes the same as the adapter."""
         is_close = self.difference <= self.tolerance * self.change
         found = self.refused or self.dropped or self.without_effect or self.wrong or self.here
         return is_close and not found
@@ -135,23 +135,23 @@ def verify(
     tolerance: float | None = None,
     converter: StrPath | None = None,
 ) -> Proof:
-    """Compare what a server computes with a folder with what the adapter computes here.
+    """Compare what a server computes from a folder with what the adapter computes here.
 
     Args:
-        folder: of PEFT, as the server is given it.
+        folder: a PEFT folder, as the server is given it.
         server: "vllm", "sglang", "lorax", "tgi" or "gguf".
         model: the base model: a folder, a name on the Hub, or a plain model, which is not changed.
         adapter: the folder of the adapter that was exported, in any format; None: `folder` as it
             is read here, which cannot reveal wrong values in the file itself.
         inputs: arguments of a call of the model; None: random ones.
-        tolerance: how much of the adapter's change of the logits they may differ; None: what the
+        tolerance: by how much of the adapter's change the logits may differ; None: as much as the
             dtype of the file allows.
         converter: for "gguf": path of llama.cpp's `convert_lora_to_gguf.py`, which is run, and
             whose file is compared; None: its rules are followed.
 
     Raises:
-        ConfigError: another server is given a converter.
-        CheckpointError: the folder is not one of PEFT, the model cannot be loaded, or the
+        ConfigError: `converter` is given for another server.
+        CheckpointError: the folder is not a PEFT folder, the model cannot be loaded, or the
             converter has written a damaged file.
         UnknownNameError: there is no reader for the server.
     """
@@ -170,7 +170,7 @@ def verify(
     except CheckpointError:
         raise
     except _STUMBLES as error:
-        # the server's own code fails there too
+        # the server's own code would fail there too
         reading = Reading(refused=[f"{type(error).__name__}: {error}"])
     allowed = _tolerance(tensors) if tolerance is None else tolerance
     served = None if reading.refused else _served(base, reading)
@@ -210,12 +210,12 @@ def _proof(
 
 
 def _difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """Return the largest difference of the first outputs, the logits."""
+    """Return the largest difference of the logits, the first outputs."""
     return difference(some[:1], others[:1])
 
 
 def _tolerance(tensors: Mapping[str, Tensor]) -> float:
-    """Return how far outputs may differ by rounding of the file, or of the model's float32."""
+    """Return how far outputs may differ through rounding, of the file or in the model's float32."""
     dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
     return _ROUNDING * max((torch.finfo(d).eps for d in dtypes), default=0.0) + _NOISE
 
@@ -248,7 +248,7 @@ def _base(model: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _served(base: Any, reading: Reading) -> Any:
-    """Return the model as the server has it; None, with a reason, if a change does not fit."""
+    """Return the model as the server changes it; None, with a reason, if a change does not fit."""
     served = copy.deepcopy(base)
     try:
         apply(served, reading)
@@ -259,7 +259,7 @@ def _served(base: Any, reading: Reading) -> Any:
 
 
 def _here(base: Any, folder: StrPath) -> Any:
-    """Return the model with the adapter of a folder, as it is loaded here."""
+    """Return the model with the adapter of a folder, loaded here."""
     model = init(copy.deepcopy(base)).eval()
     model.load_adapter(folder, load_as=_ADAPTER, set_active=True, dtype=base.dtype)
     return model
@@ -269,13 +269,13 @@ def _here(base: Any, folder: StrPath) -> Any:
 def _weights(
     base: nn.Module, here: Any, served: nn.Module, tolerance: float
 ) -> tuple[tuple[str, ...], tuple[Wrong, ...]]:
-    """Return the weights that the server leaves, and those that it changes differently."""
+    """Return the weights that the server does not change, and those that it changes wrongly."""
     try:
         # like the server, change a layer and not those that share its weight
         with merging.untied_for(here, [_ADAPTER]):
             here.merge_adapter(_ADAPTER)
     except AdapterZooError:
-        # not a change of weights, so that only the logits can be compared
+        # not a change of weights; only the logits can be compared
         return (), ()
     plain, own = dict(base.named_parameters(remove_duplicate=False)), here.state_dict()
     lost, wrong = [], []
@@ -285,7 +285,7 @@ def _weights(
         mine, changed = own[key] - plain[key], theirs - plain[key]
         norm = float(torch.linalg.vector_norm(mine))
         error = float(torch.linalg.vector_norm(mine - changed))
-        # a difference of large weights is rounded as they are
+        # a difference of large weights carries their rounding
         slack = torch.finfo(plain[key].dtype).eps * float(torch.linalg.vector_norm(plain[key]))
         if error <= tolerance * norm + 4 * slack:
             continue

@@ -199,7 +199,7 @@ def test_a_bert_s_head_is_a_classifier(run, base, trained, tmp_path):
         (["verify", "SRC", "--for", "vllm"], 2, "--for needs --model"),
         (["verify", "SRC", "--adapter", "SRC"], 2, "--adapter needs --for"),
         (["verify", "SRC", "--for", "any", "--model", "BASE"], 2, "--for"),
-        (["verify", "SRC", "--for", "vllm", "--model", "BASE"], 1, "not a folder of PEFT"),
+        (["verify", "SRC", "--for", "vllm", "--model", "BASE"], 1, "not a PEFT folder"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else str(value),
 )

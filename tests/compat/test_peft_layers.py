@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama", {"rank_pattern": {r"^layers\..*": 4}}, r"is a key for r, .*'model\.layers\.0"),
     "a whole path in another block": (
         "llama", {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
-                  "layers_to_transform": [1]}, "in any case, as a whole path"),
+                  "layers_to_transform": [1]}, "as it is a whole path"),
     "a parameter that PEFT does not leave out": (
         "qwen3_moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [0]},
         "no other field leaves out parameters"),

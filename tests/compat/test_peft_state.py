@@ -98,7 +98,7 @@ def test_merging_twice_warns_and_changes_nothing():
     model.merge_adapter()
     merged = model(**inputs).logits
     for names in (None, ["default"]):
-        with pytest.warns(UserWarning, match="merged already"):
+        with pytest.warns(UserWarning, match="already merged"):
             model.merge_adapter(names)
     torch.testing.assert_close(model(**inputs).logits, merged, rtol=0, atol=0)
     model.unmerge_adapter()

@@ -253,11 +253,11 @@ def test_parts_that_are_interleaved_are_refused(tmp_path):
     model.add_adapter("a", "lora[selfattn_lora=False,intermediate_lora=True]")
     model.save_adapter(tmp_path / "a", "a", format="adapterhub")
     model.add_adapter("b", "lora")
-    with refused(model, CheckpointError, "takes other rows", "format='native'"):
+    with refused(model, CheckpointError, "uses other rows", "format='native'"):
         model.save_adapter(tmp_path / "b", "b", format="adapterhub")
     tensors(tmp_path / "a", renamed("intermediate.dense", "attention.self.in_proj"))
     document(tmp_path / "a", config(selfattn_lora=True, intermediate_lora=False))
-    with refused(model, CheckpointError, "takes other rows", "format='native'"):
+    with refused(model, CheckpointError, "uses other rows", "format='native'"):
         model.load_adapter(tmp_path / "a", load_as="c")
 
 

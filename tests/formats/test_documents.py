@@ -60,7 +60,7 @@ def test_metadata_that_changed_in_its_file_are_refused(model, saved):
     more_alpha(metadata)
     write_inside(saved, metadata)
     edit(saved, more_alpha)
-    says = ("load_adapter('", FILE, f"another SHA-256 than {right!r}")
+    says = ("load_adapter('", FILE, f"its SHA-256 is not {right!r}")
     with refused(model, CheckpointError, *says, "nothing has been loaded", "Copy the checkpoint"):
         model.load_adapter(saved, load_as="b")
 
@@ -111,7 +111,7 @@ def test_other_tensors_than_those_that_were_written_are_refused(model, saved):
         {**tensors, key: tensors[key].double()},
     ):
         write_inside(saved, metadata, changed)
-        with refused(model, CheckpointError, FILE, "another SHA-256", "Copy the checkpoint"):
+        with refused(model, CheckpointError, FILE, "SHA-256 is not", "Copy the checkpoint"):
             model.load_adapter(saved, load_as="b")
 
 

@@ -221,7 +221,7 @@ def test_vectors_of_other_shapes_are_refused(shape, words, folder):
 
 def test_unknown_fields_are_named_in_a_warning(folder):
     change(folder, new_trick=0.5, off=None, none=[])
-    with pytest.warns(UserWarning, match=r"not known here: 'new_trick'\. They are ignored"):
+    with pytest.warns(UserWarning, match=r"unknown fields: 'new_trick'\. They are ignored"):
         ours("bert").load_adapter(folder, load_as="a")
 
 

@@ -585,7 +585,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
     model = model_of()
     before = snapshot(model)
     config = ALORA.replace(alora_invocation_tokens=[98, 99, 120])
-    with pytest.raises(SiteError, match=r"has 99 tokens, without 99, 120.*embeddings\(121\)"):
+    with pytest.raises(SiteError, match=r"has 99 tokens, but not 99, 120.*embeddings\(121\)"):
         model.add_adapter("b", config)
     assert snapshot(model) == before
     model.resize_token_embeddings(121)

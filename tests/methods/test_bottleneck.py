@@ -512,7 +512,7 @@ def test_the_width_is_d_model_over_the_reduction_factor(factor, layer, width):
 
 
 def test_a_width_that_does_not_exist_or_fit_is_an_error():
-    with pytest.raises(MissingEntryError, match=r"block 3 has no number.*'default': 16") as error:
+    with pytest.raises(MissingEntryError, match=r"no entry for block 3.*'default': 16") as error:
         built(SeqBnConfig(reduction_factor={"0": 8}), layer=3)
     assert isinstance(error.value, KeyError)  # as in `adapters`
     with pytest.raises(ConfigError, match=r"width of 7\d{11} exceeds 65536.*=16"):

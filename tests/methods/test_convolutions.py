@@ -264,7 +264,7 @@ def test_the_rotation_of_peft_adds_up_patches(tmp_path):
     model.save_pretrained(tmp_path / "ours")
     again = real.PeftModel.from_pretrained(net(), tmp_path / "ours").eval()
     torch.testing.assert_close(again(x), y, rtol=1e-5, atol=2e-6)
-    with refused(model, StateError, "adds up patches", "Keep the adapter active"):
+    with refused(model, StateError, "sums patches", "Keep the adapter active"):
         model.merge_adapter()
     theirs.merge_adapter()
     assert (theirs(x) - y).abs().max() > 0.01

@@ -604,7 +604,7 @@ def test_models_without_a_place_are_refused_by_name():
     gpt2 = init(plain("gpt2"))
     with pytest.raises(SiteError, match=r"no module that embeds.*joins='inputs'"):
         gpt2.add_adapter("a", prompt(joins="embeddings"))
-    with pytest.raises(ConfigError, match="there is no text"):
+    with pytest.raises(ConfigError, match="no text is given"):
         prompt(prompt_init="from_string")
     with pytest.raises(ConfigError, match="prompt_length"):
         prompt(0)

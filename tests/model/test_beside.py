@@ -286,9 +286,9 @@ def test_a_name_of_the_head_says_that_the_head_is_trained_anyway():
 
 WRONG = {
     "no module": ({"modules_to_save": ["nope"]}, SiteError, "nope.*Write some of"),
-    "negative": ({"trainable_token_indices": [1, -2]}, ConfigError, "different token numbers"),
-    "twice": ({"trainable_token_indices": [1, 1]}, ConfigError, "different token numbers"),
-    "none": ({"trainable_token_indices": []}, ConfigError, "different token numbers"),
+    "negative": ({"trainable_token_indices": [1, -2]}, ConfigError, "different token ids"),
+    "twice": ({"trainable_token_indices": [1, 1]}, ConfigError, "different token ids"),
+    "none": ({"trainable_token_indices": []}, ConfigError, "different token ids"),
     "outside": ({"trainable_token_indices": [1, 10**6]}, SiteError, "resize_token_embeddings"),
     "no table": ({"trainable_token_indices": {"nope": [1]}}, SiteError, "no embedding 'nope'"),
     "another bias": ({"bias": "some"}, ConfigError, "lora_only"),
@@ -315,7 +315,7 @@ def test_wrong_input_changes_nothing(case):
 
 def test_a_model_without_biases_has_none_to_train():
     model = ours("llama")
-    with pytest.warns(UserWarning, match="no layer has one to train"):
+    with pytest.warns(UserWarning, match="no layer has a bias to train"):
         model.add_adapter("a", LoRAConfig(bias="all"))
     assert {path.rpartition(".")[2] for path, _ in model.adapter_modules("a")} == {
         "q_proj",
@@ -387,7 +387,7 @@ def test_a_tied_output_layer_cannot_be_merged():
 
 
 # some layers of the suite have no bias
-@pytest.mark.filterwarnings("ignore:bias. no layer has one to train")
+@pytest.mark.filterwarnings("ignore:bias. no layer has a bias to train")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "text",

@@ -404,7 +404,7 @@ def test_what_cannot_be_fused_is_refused():
     add("b,c")
     for name in (None, "new"):
         fuse = Fuse(Stack("lora", "b"), "c", name=name)
-        with refused(model, CompositionError, "Stack('lora', 'b') has no adapter", "same sites"):
+        with refused(model, CompositionError, "Stack('lora', 'b') lacks an adapter", "same sites"):
             add(fuse, overwrite_ok=True, set_active=True)
     assert list(model._adapter_state.fusions) == ["a,b", "b,c"]
 

@@ -744,13 +744,13 @@ def test_what_is_refused_changes_nothing(tmp_path):
             pool.add("wide", tmp_path / "wide")
         with pytest.raises(ConfigError, match="larger than the slots"):
             pool.add("layers", tmp_path / "layers")
-        with pytest.raises(ConfigError, match="no slots for the kind"):
+        with pytest.raises(ConfigError, match="no slots of the kind"):
             pool.add("dora", tmp_path / "dora")
         with pytest.raises(DuplicateNameError, match="overwrite_ok=True"):
             pool.add("a0", folders["a1"])
         with pytest.raises(CheckpointError):
             pool.add("none", tmp_path / "nothing")
-        with pytest.raises(StateError, match="a pool already"):
+        with pytest.raises(StateError, match="already has a pool"):
             AdapterPool(model, folders)
         model.merge_adapter("wide")
         with pytest.raises(StateError, match="reset_adapter"), pool.use(["a0"]):

@@ -248,7 +248,7 @@ def test_bad_arguments_say_what_to_write(base, folders, tmp_path):
     _, served = folders
     with pytest.raises(UnknownNameError, match=r"there is no server 'vlm'. Did you mean 'vllm'"):
         verify(served, "vlm", base)
-    with pytest.raises(CheckpointError, match=r"not a folder of PEFT .* Write it with save_adapt"):
+    with pytest.raises(CheckpointError, match=r"not a PEFT folder .* Write it with save_adapt"):
         verify(tmp_path, "vllm", base)
     with pytest.raises(CheckpointError, match=r"is not a plain model. Write the folder of"):
         verify(served, "vllm", ours("llama"))

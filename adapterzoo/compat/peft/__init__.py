@@ -1,1 +1,1 @@
-"""PEFT: its methods at every model, its config objects, and `PeftModel`."""
+"""PEFT: its methods for every model, its config objects, and `PeftModel`."""

@@ -1,4 +1,4 @@
-"""Methods of a model that take PEFT's arguments too."""
+"""Methods of a model that also take PEFT's arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 def is_peft(config: object) -> bool:
-    """Return whether a value is a config object of PEFT, or the dict of one."""
+    """Return whether a value is a config object of PEFT, or its dict."""
     if isinstance(config, Mapping):
         return "peft_type" in config
     return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
 
 
 def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a method: let some of its arguments have other names too.
+    """Decorate a method to give some of its arguments additional names.
 
     Args:
         **names: the other name → the argument.

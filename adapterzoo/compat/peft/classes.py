@@ -1,4 +1,4 @@
-"""PEFT's config classes: their fields as attributes, that may be changed, and their files."""
+"""PEFT's config classes: their fields as mutable attributes, and their files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ign
 PeftType = StrEnum(  # type: ignore[misc]
     "PeftType", {spelling.peft_type: spelling.peft_type for spelling in peft_readable()}
 )
-"""PEFT's names of methods, also of those that are only read."""
+"""PEFT's names of methods, including those that can only be read."""
 
 
 @dataclass(repr=False)
 class PeftConfig:
     """A config of PEFT; `get_peft_model` and `add_adapter` check its values.
 
-    A model keeps the object: what is changed in it later is saved.
+    A model keeps the object: later changes to it are saved.
     """
 
     task_type: Any = None
@@ -73,7 +73,7 @@ class PeftConfig:
 
     @property
     def is_adaption_prompt(self) -> bool:
-        """Return False, as there is no such method here."""
+        """Return False, because there is no such method here."""
         return False
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,13 +116,13 @@ class PeftConfig:
 
         Args:
             pretrained_model_name_or_path: a folder, or `user/repository`.
-            subfolder: a part of it.
-            trust_remote_code: has no effect: nothing is needed, as a config runs no code.
+            subfolder: a sub-folder of it.
+            trust_remote_code: has no effect, since a config runs no code.
             **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`; and
                 fields to change.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or its method is unknown.
+            CheckpointError: the config is missing or damaged, or its method is unknown.
         """
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
         given = pretrained_model_name_or_path
@@ -138,10 +138,10 @@ class PeftConfig:
 
         Args:
             path_json_file: the file.
-            **_kwargs: have no effect, as in PEFT.
+            **_kwargs: ignored, as in PEFT.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: the file is missing or damaged.
         """
         values = files.read_json(Path(path_json_file))
         values.pop("runtime_config", None)
@@ -149,20 +149,20 @@ class PeftConfig:
 
     @classmethod
     def from_peft_type(cls, **kwargs: Any) -> PeftConfig:
-        """Return the config for some fields, of the class that `peft_type` names.
+        """Return the config with some fields, in the class that `peft_type` names.
 
         Args:
             **kwargs: fields; unknown ones give a warning.
 
         Raises:
             CheckpointError: there is no such method here.
-            FieldError: the method is only read.
+            FieldError: the method can only be read.
         """
         return from_values({"peft_type": cls._kind or None, **kwargs}, {})
 
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields as they are; subclasses of users may check them."""
+        """Return the fields unchanged; users' subclasses may check them."""
         return kwargs
 
     def __repr__(self) -> str:
@@ -188,12 +188,12 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
     """Return the object for the values of a file.
 
     Args:
-        values: of the file.
-        changes: fields with other values.
+        values: the file's values.
+        changes: fields to change.
 
     Raises:
         CheckpointError: there is no such method here.
-        FieldError: the method is only read, or there is no field to change.
+        FieldError: the method can only be read, or there is no field to change.
 
     Warns:
         UserWarning: the file has unknown fields.
@@ -202,7 +202,7 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
     found: type[PeftConfig] | None = PeftConfig if kind is None else None
     found = next((c for c in config_classes().values() if c._kind == kind), found)
     if found is None:
-        # raises with the methods that there are
+        # raises with the list of known methods
         checked({**values, "peft_type": kind})
         raise FieldError(f"{CONFIG} says peft_type={kind!r}, which cannot be added. Write another.")
     known = {f.name for f in dataclasses.fields(found)}
@@ -220,7 +220,7 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
     return found(**{**found.check_kwargs(**rest), **changes})
 
 
-# the fields of a class that come first, after the common ones, in the order of their positions
+# the leading fields of a class, after the common ones, in the order of their positions
 _FIRST = {
     "BOFTConfig": "boft_block_size boft_block_num boft_n_butterfly_factor target_modules "
     "exclude_modules boft_dropout fan_in_fan_out bias modules_to_save init_weights",
@@ -249,7 +249,7 @@ _FIRST = {
 
 @dataclasses.dataclass
 class LoraRuntimeConfig:
-    """Settings of LoRA that files do not have.
+    """Settings of LoRA that are not in files.
 
     Attributes:
         ephemeral_gpu_offload: must be False: layers stay on their devices.
@@ -260,12 +260,12 @@ class LoraRuntimeConfig:
 
 @functools.cache
 def config_classes() -> dict[str, type[PeftConfig]]:
-    """Return PEFT's config classes of the methods that exist here, by name."""
+    """Return PEFT's config classes for the methods that exist here, by name."""
     defaults: dict[str, dict[str, Any]] = {}
     kinds: dict[str, tuple[str, type[PeftConfig]]] = {}
     for arguments in classes_of_peft.values():
         own = defaults.setdefault(arguments.class_name, {})
-        # a field that tells our classes apart is off in PEFT
+        # a field that distinguishes our classes is off in PEFT
         own |= dict.fromkeys(arguments.fixed, False)
         own |= {name: argument.default for name, argument in arguments.fields.items()}
         base = PromptLearningConfig if "num_virtual_tokens" in own else PeftConfig
@@ -291,13 +291,13 @@ def config_classes() -> dict[str, type[PeftConfig]]:
 
 
 def _with_default(value: Any) -> Any:
-    """Return a field of a dataclass; a dict or list among the defaults belongs to one object."""
+    """Return a field of a dataclass; each object gets its own copy of a dict or list default."""
     return dataclasses.field(default_factory=functools.partial(copy.deepcopy, value))
 
 
 @functools.cache
 def field_classes() -> dict[str, type[Any]]:
-    """Return PEFT's classes of values of fields, by name: options of initial values, and choices.
+    """Return PEFT's classes for field values, by name: options for initial values, and choices.
 
     `eva_config` holds an `EvaConfig`, and `prompt_tuning_init` a `PromptTuningInit`.
     """
@@ -343,7 +343,7 @@ def not_made(name: str) -> type[Any]:
         name: among `NOT_MADE`.
 
     Raises:
-        FieldError: the class is called.
+        FieldError: always, when the class is called.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

@@ -36,16 +36,16 @@ def delete_adapter(
     """Delete an adapter.
 
     Args:
-        model: with the adapter.
-        adapter_name: its name.
-        prefix: has no effect: nothing is needed, as a model knows the modules of its adapters.
-        layer_cls: the same.
+        model: the model with the adapter.
+        adapter_name: name of the adapter.
+        prefix: has no effect, since a model knows its adapters' modules.
+        layer_cls: has no effect either.
 
     Returns:
         The names of the active adapters; None without one.
 
     Raises:
-        StateError: it is in use, or the model has no adapters.
+        StateError: the adapter is in use, or the model has no adapters.
         UnknownNameError: there is no such adapter.
     """
     own = saving.adapted(model)
@@ -59,8 +59,8 @@ def disable_input_dtype_casting(model: nn.Module, active: bool = True) -> Iterat
     """Return a context that changes nothing, for layers that are cast around each call.
 
     Args:
-        model: with adapters.
-        active: has no effect: nothing is needed, as the adapters of a layer are cast with it.
+        model: a model with adapters.
+        active: has no effect, since a layer's adapters are cast with it.
     """
     yield
 
@@ -70,7 +70,7 @@ def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
 
     Args:
         dimension: the width.
-        factor: the first of them, or the next smaller divisor if it does not divide; −1: the
+        factor: the first of them, or the next smaller divisor if this does not divide; −1: the
             largest divisor up to the square root.
     """
     return divided(dimension, factor)

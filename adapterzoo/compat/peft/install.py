@@ -1,9 +1,9 @@
 """`import peft` gives the names of `adapterzoo.peft`, for frameworks that import PEFT themselves.
 
 A finder on `sys.meta_path` answers for `peft` and for every module below it, whether PEFT is
-installed or not. The modules that it gives are views: a name that exists here is ours, and any
-other name is that of the real PEFT, if there is one. The modules of the real PEFT are kept aside,
-not in `sys.modules`. PEFT's own code, and the code of this library, sees only the real PEFT.
+installed or not. The modules that it returns are views: a name that exists here is ours, and any
+other name comes from the real PEFT, if it is installed. The real PEFT's modules are kept outside
+`sys.modules`. PEFT's own code, and the code of this library, sees only the real PEFT.
 
 An object of the real PEFT cannot be pickled if its class has the name of a class here.
 """
@@ -37,7 +37,7 @@ _SECTIONS = (
     f"{_OURS}.optimizers", f"{_OURS}.utils.hotswap", "adapterzoo.compat.peft.functions",
 )  # fmt: skip
 
-# the modules that scripts reach as attributes; without PEFT no file tells them from names
+# the modules that scripts reach as attributes; without PEFT no file distinguishes them from names
 _MODULES = frozenset(
     ("adalora", "auto", "aqlm", "awq", "bnb", "boft", "config", "constants", "dora", "eva",
      "functional", "gptq", "helpers", "hotswap", "hqq", "ia3", "import_utils", "integrations",
@@ -50,10 +50,10 @@ _MODULES = frozenset(
 
 
 def install() -> None:
-    """Let `import peft` give the names of `adapterzoo.peft` in this process, from now on.
+    """Make `import peft` provide the names of `adapterzoo.peft` in this process from now on.
 
-    Call it before the frameworks that use PEFT are imported: names that they have imported stay
-    what they are. A name that does not exist here comes from the real PEFT, if it is installed; the
+    Call it before importing frameworks that use PEFT: names that they have already imported do not
+    change. A name that does not exist here comes from the real PEFT, if it is installed; the
     first one is logged. Calling it twice is harmless.
     """
     if _FINDER in sys.meta_path:
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def _tell() -> None:
-    """Tell transformers that PEFT is there, and that it is this library."""
+    """Tell transformers that PEFT is installed, and that it is this library."""
     hosts.transformers_looks_again()
     hosts.trainers_know_models(PeftModel=PeftModel, PeftMixedModel=PeftMixedModel)
     hosts.transformers_takes_this_release(PEFT_VERSION)
@@ -104,7 +104,7 @@ class _View(ModuleType):
         try:
             return getattr(importlib.import_module(_OURS), name)
         except AttributeError as error:
-            # otherwise `from … import name` would look for a module, and find a view
+            # otherwise, `from … import name` would look for a module, and find a view
             if caller.f_code.co_name == "_handle_fromlist":
                 raise ImportError(*error.args) from None
             raise
@@ -140,7 +140,7 @@ def _names() -> dict[str, str]:
 
 
 class _Finder(Loader):
-    """Finds `peft` and the modules below it, makes their views, and keeps the real modules.
+    """Finder of `peft` and its modules, which creates their views and keeps the real modules.
 
     Attributes:
         kept: the modules of the real PEFT that are loaded, by name.
@@ -153,7 +153,7 @@ class _Finder(Loader):
         self._has_logged = False
 
     def real_spec(self, name: str) -> ModuleSpec | None:
-        """Return where the real PEFT has a module."""
+        """Return the real PEFT's spec for a module."""
         above = name.rpartition(".")[0]
         package = self.real_spec(above) if above else None
         if above and (package is None or package.submodule_search_locations is None):
@@ -163,7 +163,7 @@ class _Finder(Loader):
             # a finder may forbid the package
             with contextlib.suppress(ImportError):
                 spec = None if finder is self else finder.find_spec(name, path)
-                # a folder of this name, without `__init__.py`, is not PEFT
+                # a folder of this name without `__init__.py` is not PEFT
                 if spec is not None and spec.origin is not None:
                     return spec
         return None
@@ -194,16 +194,16 @@ class _Finder(Loader):
         return _View(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a view what `from … import *` reads, and the version."""
+        """Give a view the names for `from … import *`, and the version."""
         vars(module).update(__all__=sorted(_names()))
         if module.__name__ == "peft":
             vars(module).update(__version__=PEFT_VERSION)
 
     def real(self, name: str) -> ModuleType:
-        """Return a module of the real PEFT, which is loaded with its own modules around it.
+        """Return a module of the real PEFT, loaded together with its own modules.
 
         Raises:
-            ImportError: it cannot be loaded.
+            ImportError: the module cannot be loaded.
         """
         with self._lock:
             if self._is_loading:
@@ -221,7 +221,7 @@ class _Finder(Loader):
             return self.kept[name]
 
     def log(self, path: str) -> None:
-        """Say once that a name comes from the real PEFT."""
+        """Log once that a name comes from the real PEFT."""
         if not self._has_logged:
             self._has_logged = True
             _LOG.warning(
@@ -230,7 +230,7 @@ class _Finder(Loader):
 
 
 class _Distribution(metadata.Distribution):
-    """The metadata of the release of PEFT whose names there are."""
+    """The metadata of the PEFT release whose names exist here."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the text of a file of metadata."""

@@ -1,10 +1,10 @@
 """PEFT's attributes of a layer with adapters, such as `layer.lora_A["default"].weight`.
 
 Layers here are not wrapped: `adapter_modules` gives their adapters. Code written for PEFT's
-wrappers finds what it reads there at the layer itself, unless the layer's class has an attribute of
-the name. Which adapters are active, merged or there at all is a fact of the model: a method of a
-layer that changes it changes the model, and does nothing if that is so already, since frameworks
-call it at every layer. Scalings are each layer's own.
+wrappers finds their attributes on the layer itself, unless the layer's class has an attribute of
+that name. Which adapters exist, are active or merged is a fact of the model: a layer's method that
+changes it changes the model, or does nothing if that is already so, since frameworks call it at
+every layer. Scalings are each layer's own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from adapterzoo.model.state import AdapterState
 
 
 def parts_of(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and adapters of a layer, those of its parts one by one.
+    """Yield the names and adapters of a layer, part by part.
 
     Args:
-        layer: any module; one without adapters has none.
+        layer: any module; empty for one without adapters.
     """
     for name, adapter in adapters_of(layer).items() if isinstance(layer, Adapted) else ():
         yield from ((name, leaf) for leaf in _leaves(adapter))
@@ -52,11 +52,11 @@ def _leaves(adapter: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A matrix of an adapter, as PEFT's layers hold one.
+    """A matrix of an adapter, in the form of PEFT's layers.
 
     Attributes:
         weight: the parameter itself; at a convolution its view as a convolution's weight.
-        bias: of B; None if there is none.
+        bias: bias of B; None if there is none.
     """
 
     weight: Tensor
@@ -64,7 +64,7 @@ class Factor:
 
 
 class ByAdapter(MutableMapping[str, Any]):
-    """A value of each adapter that a layer has, by name; assigning one changes the adapter."""
+    """A value of each of a layer's adapters, by name; assigning one changes the adapter."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class ByAdapter(MutableMapping[str, Any]):
         attribute: str,
         at_embedding: bool | None = None,
     ) -> None:
-        """Take the adapters of one kind.
+        """Select the adapters of one kind.
 
         Args:
-            layer: with adapters.
-            kind: of the adapters, or several kinds.
-            attribute: of an adapter, which has the value.
-            at_embedding: whether only adapters at an embedding count, or only others; None: all.
+            layer: a layer with adapters.
+            kind: kind of the adapters, or several kinds.
+            attribute: attribute of an adapter that holds the value.
+            at_embedding: True: only adapters at an embedding; False: only others; None: all.
         """
         self._layer, self._kind, self._attribute = layer, kind, attribute
         self._at_embedding = at_embedding
@@ -115,7 +115,7 @@ class ByAdapter(MutableMapping[str, Any]):
         setattr(self.found[name], self._attribute, value)
 
     def __delitem__(self, name: str) -> None:
-        """Refuse: `delete_adapter` deletes.
+        """Refuse to delete; `delete_adapter` does that.
 
         Raises:
             StateError: always.
@@ -127,17 +127,17 @@ class ByAdapter(MutableMapping[str, Any]):
         return iter(self.found)
 
     def __len__(self) -> int:
-        """Return how many adapters there are."""
+        """Return the number of adapters."""
         return len(self.found)
 
 
 def active_in(layer: Any) -> list[str]:
     """Return the names of the active adapters; for a copied layer, those that have a copy of it.
 
-    For other layers, as in PEFT, also active adapters that the layer does not have.
+    For other layers, as in PEFT, include active adapters that the layer lacks.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     active = layer._link.active
     setup = active.plan.setup
@@ -163,7 +163,7 @@ def disabled_in(state: AdapterState) -> list[str]:
     """Return the names that `disable_adapters` disabled, which PEFT counts among the active ones.
 
     Args:
-        state: of a model in which no adapter is active.
+        state: state of a model in which no adapter is active.
     """
     names = () if state.disabled is None else state.disabled[0].flatten()
     return [name for name in names if name in state.records]
@@ -178,7 +178,7 @@ def merged_in(layer: Any) -> list[str]:
     """Return the names of the adapters that are merged into a layer.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     return [name for name in _state(layer).merged if name in adapters_of(layer)]
 
@@ -187,11 +187,11 @@ def delta_weight(layer: Any, name: str) -> Tensor:
     """Return the change of a layer's weight by an adapter, as the layer stores it.
 
     Args:
-        layer: with the adapter.
-        name: of the adapter.
+        layer: the layer with the adapter.
+        name: the adapter's name.
 
     Raises:
-        UnknownNameError: the layer does not have it.
+        UnknownNameError: the layer does not have the adapter.
         StateError: the adapter is not a change of the weight alone.
     """
     there = adapters_of(layer)
@@ -206,7 +206,7 @@ def delta_weight(layer: Any, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Rows of a table, as PEFT's layers hold them.
+    """Rows of a table, in the form of PEFT's layers.
 
     Attributes:
         trainable_tokens_delta: name of an adapter → its rows `[tokens, d]`.
@@ -227,7 +227,7 @@ class ByConfig(ByAdapter):
         return getattr(config, self._attribute)(link.path)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Refuse: a config does not change.
+        """Refuse to change a config.
 
         Raises:
             StateError: always.
@@ -256,12 +256,12 @@ def _widths(layer: Any) -> tuple[int, int]:
 def set_adapter(
     layer: Any, adapter_names: str | Sequence[str], inference_mode: bool = False
 ) -> None:
-    """Activate adapters in the model, and train only these; disabled adapters stay disabled.
+    """Activate adapters in the model, and train only them; disabled adapters stay disabled.
 
     Args:
-        layer: with adapters.
-        adapter_names: a name, or several; those that the model does not have are left out.
-        inference_mode: whether nothing is trained.
+        layer: a layer with adapters.
+        adapter_names: a name, or several; unknown ones are ignored.
+        inference_mode: whether to train nothing.
     """
     model, own = model_of(layer._link.active), adapters_of(layer)
     given = [adapter_names] if isinstance(adapter_names, str) else adapter_names
@@ -279,10 +279,10 @@ def set_adapter(
 
 
 def is_disabled(layer: Any) -> bool:
-    """Return whether no adapter is active, although one was before `disable_adapters`.
+    """Return whether no adapter is active, because of `disable_adapters`.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     return layer._link.active.default.plan.setup is None and bool(disabled_in(_state(layer)))
 
@@ -291,7 +291,7 @@ def enable_adapters(layer: Any, enabled: bool) -> None:
     """Disable the active adapters of the model, or enable them again.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         enabled: whether they act.
     """
     model = model_of(layer._link.active)
@@ -306,11 +306,11 @@ def delete_adapter(layer: Any, adapter_name: str) -> None:
     """Delete an adapter of the model.
 
     Args:
-        layer: with adapters.
-        adapter_name: one that the model does not have is none of its concern.
+        layer: a layer with adapters.
+        adapter_name: name of the adapter; an unknown one is ignored.
 
     Raises:
-        StateError: it is in use.
+        StateError: the adapter is in use.
     """
     model = model_of(layer._link.active)
     if adapter_name in model._adapter_state.records:
@@ -320,15 +320,15 @@ def delete_adapter(layer: Any, adapter_name: str) -> None:
 def merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
     """Merge adapters into the weights of the model.
 
-    A layer in which they are merged is written again, with the scaling that it has now.
+    A layer in which they are already merged is written again with its current scaling.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         safe_merge: has no effect: weights that are not finite are always refused.
-        adapter_names: in the order in which they act; None: the active ones.
+        adapter_names: names in the order in which they act; None: the active ones.
 
     Raises:
-        StateError: they cannot be merged.
+        StateError: an adapter cannot be merged.
     """
     model, path = model_of(layer._link.active), layer._link.path
     state = model._adapter_state
@@ -342,10 +342,10 @@ def merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | N
 
 
 def unmerge(layer: Any) -> None:
-    """Give all weights of the model the values that they had before merging.
+    """Restore all weights of the model to their values before merging.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
     """
     if _state(layer).merged:
         merging.reset(model_of(layer._link.active))
@@ -360,8 +360,8 @@ def set_scale(layer: Any, adapter: str, scale: float) -> None:
     """Multiply the scaling that an adapter had in its config.
 
     Args:
-        layer: with adapters.
-        adapter: its name; one that the layer does not have is none of its concern.
+        layer: a layer with adapters.
+        adapter: name of the adapter; one that the layer lacks is ignored.
         scale: the factor.
 
     Raises:
@@ -370,7 +370,7 @@ def set_scale(layer: Any, adapter: str, scale: float) -> None:
     record, path = _state(layer).records.get(adapter), layer._link.path
     for name, part in parts_of(layer):
         if name == adapter and isinstance(part, _SCALED):
-            # parts of a layer share its name
+            # the parts of a layer share its name
             placement: Any = cast("Any", record).places[path][0]
             part.scaling = scale * placement.config.scaling_at(placement.site.name)
         elif name == adapter and scale != 1:
@@ -381,7 +381,7 @@ def scale_layer(layer: Any, scale: float) -> None:
     """Multiply the scalings of the active adapters.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
         scale: the factor.
 
     Raises:
@@ -399,8 +399,8 @@ def unscale_layer(layer: Any, scale: float | None = None) -> None:
     """Undo `scale_layer`.
 
     Args:
-        layer: with adapters.
-        scale: the factor; None: of all calls.
+        layer: a layer with adapters.
+        scale: the factor; None: that of all calls.
 
     Raises:
         StateError: an adapter has no scaling, and the factor is not 1.
@@ -416,14 +416,14 @@ _WHOLE = "_with_adapters"
 
 
 def base_layer(layer: Any) -> nn.Module:
-    """Return a layer without adapters that has the parameters of this one.
+    """Return a layer without adapters with the parameters of this one.
 
     Args:
-        layer: with adapters.
+        layer: a layer with adapters.
 
     Raises:
-        AttributeError: the model is not one of `adapterzoo.peft`. Where PEFT itself has wrapped it,
-            PEFT would take the layer for one of its own.
+        AttributeError: the model is not one of `adapterzoo.peft`. If PEFT itself has wrapped it,
+            PEFT would mistake the layer for one of its own.
     """
     if not hasattr(type(model_of(layer._link.active)), "_mixin"):
         raise AttributeError("base_layer")
@@ -436,7 +436,7 @@ def base_layer(layer: Any) -> nn.Module:
     # diffusers' hooks run the layer itself
     if vars(made).pop("_diffusers_hook", None) is not None:
         vars(made).pop("forward", None)
-    # accelerate's hooks run what they are given
+    # accelerate's hooks run the module they are given
     for name in ("forward", "_old_forward"):
         kept = vars(made).get(name)
         if isinstance(kept, types.MethodType) and kept.__self__ is layer:
@@ -450,10 +450,10 @@ def base_layer(layer: Any) -> nn.Module:
 
 
 def put_back(model: nn.Module) -> None:
-    """Give a model its layers with adapters where a framework has put their base layers.
+    """Put a model's layers with adapters back where a framework has put their base layers.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
     """
     for parent in [*model.modules()]:
         for name, child in parent._modules.items():

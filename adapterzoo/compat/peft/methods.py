@@ -1,6 +1,6 @@
-"""Methods of PEFT's models, and of transformers' mixin for PEFT, at every model with adapters.
+"""Methods of PEFT's models, and of transformers' mixin for PEFT, for every model with adapters.
 
-Methods of `AdapterModelMixin` take PEFT's arguments too.
+Methods of `AdapterModelMixin` also take PEFT's arguments.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 from .arguments import also_named, is_peft
 
-# --- config objects of PEFT as configs here; PEFT itself is never imported ---
+# --- PEFT's config objects as configs here; PEFT itself is never imported ---
 
-# names of heads that PEFT adds to `modules_to_save` by itself, whether the model has them or not
+# names of heads that PEFT adds to `modules_to_save` itself, whether the model has them or not
 _SAVED = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
@@ -85,13 +85,13 @@ _ADDED = frozenset(name for names in _SAVED.values() for name in names)
 
 
 def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
-    """Return our config for one of PEFT, and whether the adapter is only used: `inference_mode`.
+    """Return our config for one of PEFT's, and whether the adapter is only used: `inference_mode`.
 
-    Without `target_modules` and `target_parameters` the layers are those of the method's default
-    roles, fused ones whole.
+    Without `target_modules` and `target_parameters`, the layers are those of the method's default
+    roles, with fused ones whole.
 
     Args:
-        model: to which the adapter will be added.
+        model: the model to which the adapter will be added.
         config: an object of PEFT, or its dict.
 
     Raises:
@@ -129,7 +129,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
         )
         fields["target_modules"] = names_of(model, linear)
     if spelling.of_parameters:
-        # the names are read here before the config checks them
+        # the names are read here, before the config checks them
         Targets()(arguments.class_name, "target_modules", given)
         fields = with_experts(model, fields, given, spelling)
     fields = _that_match(model, fields, arguments)
@@ -165,7 +165,7 @@ def _task_in(values: Mapping[str, Any]) -> Any:
 def _that_match(
     model: AdaptedModel, fields: dict[str, Any], arguments: PeftArguments
 ) -> dict[str, Any]:
-    """Return the fields without names that match no layer, which PEFT ignores if others match.
+    """Return the fields without names that match no layer; PEFT ignores them if others match.
 
     Warns:
         UserWarning: there are such names.
@@ -181,7 +181,7 @@ def _that_match(
         return fields
     warnings.warn(
         f"{arguments.class_name}: no layer matches {listing(sorted(idle))} of target_modules. "
-        f"Leave out what is not meant for a {class_name(model)}.",
+        f"Leave out names that are not in a {class_name(model)}.",
         stacklevel=2,
     )
     lists = {n: fields[n] for n in ("target_modules", *arguments.subsets)}
@@ -207,10 +207,10 @@ def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
 def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
     """Return a config that names its layers with these numbers in `layers_pattern`.
 
-    As in PEFT, a layer that is named by its whole path is adapted in any case.
+    As in PEFT, a layer named by its whole path is always adapted.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such layer.
     """
     patterns, prefix = [stacks] if isinstance(stacks, str) else stacks, base_prefix(model)
     expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
@@ -221,7 +221,7 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
         path = in_whole(placement.site.path, prefix)
         tried = (re.match(expression, path) for expression in expressions)
         found = next((match for match in tried if match), None)
-        # the pattern may have groups of its own, and alternatives without a number
+        # the pattern may have its own groups, and alternatives without a number
         number = None if found is None else found[found.re.groups]
         is_whole = isinstance(named, tuple) and path in named
         kept += [placement.site] if is_whole or (number and int(number) in wanted) else []
@@ -242,13 +242,13 @@ def with_experts(
     """Return the fields of a config with the former layers of experts as parameters.
 
     Args:
-        model: to which the adapter will be added.
-        fields: of PEFT's config.
+        model: the model to which the adapter will be added.
+        fields: fields of PEFT's config.
         targets: `target_modules` as the user gave it.
-        spelling: of the method.
+        spelling: the method's spelling.
 
     Raises:
-        ConfigError: only some layers of a parameter are named.
+        ConfigError: only some of a parameter's layers are named.
     """
     former, prefix = split_experts(config_of(model).model_type), base_prefix(model)
     names, found = _named(model, targets, former, prefix)
@@ -323,7 +323,7 @@ def _named(
 def encoded(
     model: AdaptedModel, name: str, with_head: bool | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return PEFT's config and tensors for an adapter; with a head, None: if it has one."""
+    """Return PEFT's config and tensors for an adapter; `with_head=None`: with its head, if any."""
     sharding.refuse_if_fixed(model, "Write save_adapter(folder, name).")
     info = ModelInfo(model)
     with_head = has_head(model, name) if with_head is None else with_head
@@ -334,11 +334,11 @@ def encoded(
 def has_head(model: AdaptedModel, name: str) -> bool:
     """Return whether an adapter's file has a head: one with its name, or its copy of a static one.
 
-    As in PEFT, the head that a model of `adapterzoo.peft` came with is in no file.
+    As in PEFT, files do not hold the head with which a model of `adapterzoo.peft` came.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
     """
     is_of_peft = hasattr(type(model), "_mixin")
     return model._has_named_heads or not is_of_peft or name in model._adapter_state.copies
@@ -350,9 +350,9 @@ def encoded_record(
     """Return PEFT's config and tensors for an adapter that is not in the model yet.
 
     Args:
-        model: of the adapter.
-        name: of the adapter.
-        record: of the adapter, with its modules.
+        model: the adapter's model.
+        name: the adapter's name.
+        record: the adapter's record, with its modules.
 
     Raises:
         CheckpointError: PEFT has no such adapter.
@@ -372,9 +372,9 @@ def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None
     """Check that PEFT's format can express an adapter that is not in the model yet.
 
     Args:
-        model: that gets the adapter.
-        name: of the adapter.
-        record: of the adapter, with its modules.
+        model: the model that gets the adapter.
+        name: the adapter's name.
+        record: the adapter's record, with its modules.
 
     Raises:
         CheckpointError: it cannot.
@@ -390,10 +390,10 @@ def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None
 
 
 def one_name(model: AdaptedModel, name: str | None) -> str:
-    """Return the name, or that of the only active adapter.
+    """Return the name, or the only active adapter's.
 
     Raises:
-        StateError: not exactly one is active.
+        StateError: not exactly one adapter is active.
     """
     if name is not None:
         return name
@@ -406,10 +406,10 @@ def one_name(model: AdaptedModel, name: str | None) -> str:
 
 
 def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Give an adapter, and its head, the values under PEFT's keys; all of them or nothing.
+    """Give an adapter, and its head, the values under PEFT's keys; all or nothing.
 
     Raises:
-        CheckpointError: they are not those of the adapter.
+        CheckpointError: the tensors are not the adapter's.
     """
     refuse_merged(model, name)
     theirs, _ = encoded(model, name)
@@ -426,7 +426,7 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     values = fit.by_path(adapter)
     for path, module in own.items():
         fit.fill(module, values.get(path, {}))
-    # a head that is there keeps its tensors, which an optimizer may have
+    # an existing head keeps its tensors, which an optimizer may hold
     there = record_of(model, name) if name in saved_names(model) else None
     if there is not None:
         with torch.no_grad():
@@ -446,7 +446,7 @@ def _of_adapters(model: AdaptedModel) -> set[int]:
 
 
 def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return what adapters, heads and the training may change, each tensor once."""
+    """Return the tensors that adapters, heads and training may change, each once."""
     own = _of_adapters(model)
     found: dict[int, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
@@ -456,7 +456,7 @@ def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
 
 
 def trains_base(model: AdaptedModel) -> bool:
-    """Return whether parameters are trained that belong to no adapter and no head."""
+    """Return whether any trained parameter belongs to no adapter and no head."""
     own = _of_adapters(model)
     return any(p.requires_grad and id(p) not in own for p in model.parameters())
 
@@ -464,7 +464,7 @@ def trains_base(model: AdaptedModel) -> bool:
 # --- the methods ---
 
 DEFAULT = "default"
-"""PEFT's name of an adapter without one."""
+"""PEFT's name for an unnamed adapter."""
 
 
 _mixin: Any = AdapterModelMixin
@@ -472,7 +472,7 @@ _own_add = _mixin.add_adapter
 
 
 class PeftMethods:
-    """PEFT's methods, and methods of the model that take PEFT's arguments too."""
+    """PEFT's methods, and the model's methods that also take PEFT's arguments."""
 
     if TYPE_CHECKING:
 
@@ -480,7 +480,7 @@ class PeftMethods:
 
     @functools.wraps(_own_add)
     def add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-        """With the config first, as in transformers, the adapter is active and trained."""
+        """With the config first, as in transformers, also activate and train the adapter."""
         if "peft_config" in kwargs:
             given = kwargs.pop("peft_config")
             kwargs["config"] = one_of(config=kwargs.get("config"), peft_config=given)
@@ -513,15 +513,15 @@ class PeftMethods:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
+        """Add a combination of adapters as PEFT does: `average_adapter` with unnormalized weights.
 
         `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt";
-        None is "svd", or "linear" of methods without low-rank factors, such as (IA)³.
+        None is "svd", or "linear" for methods without low-rank factors, such as (IA)³.
         Other arguments and all errors are those of `average_adapter`.
 
-        Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
-        √r times too large; a single adapter is combined as `combination_type` says; a name that is
-        taken is an error; with `rank_pattern` each layer keeps its rank.
+        Differs from PEFT: DoRA's magnitudes are also combined; with `use_rslora` the result is not
+        √r times too large; a single adapter is combined as `combination_type` says; a taken name
+        is an error; with `rank_pattern` each layer keeps its rank.
         """
         # PEFT's meaning of the word has another name here
         strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type or "svd"
@@ -538,7 +538,7 @@ class PeftMethods:
 
     @functools.wraps(AdaptersMethods.supports_adapter)
     def supports_adapter(self: Any, type_or_config: Any) -> bool:
-        """Accept configs of PEFT too."""
+        """Also accept configs of PEFT."""
         if is_peft(type_or_config):
             try:
                 type_or_config = from_peft(self, type_or_config)[0]
@@ -548,16 +548,16 @@ class PeftMethods:
 
     @property
     def active_adapter(self) -> str | list[str] | None:
-        """The name of the active adapter; a list of several, None without one."""
+        """The name of the active adapter; a list if there are several; None without one."""
         setup = self._active.plan.setup
         names = [] if setup is None else list(setup.flatten())
         return names if len(names) > 1 else next(iter(names), None)
 
     def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
-        """Activate an adapter, or several that act as a stack, and let only these be trained.
+        """Activate an adapter, or several that act as a stack, and train only these.
 
         The base model's parameters and the mode of the model do not change. `train_adapter` freezes
-        the base model, and gives the adapter a head of its own.
+        the base model, and gives the adapter its own head.
 
         Args:
             adapter_name: a name, or a list of names.
@@ -589,10 +589,10 @@ class PeftMethods:
             yield
 
     def disable_adapters(self) -> None:
-        """Deactivate all adapters, until `enable_adapters`.
+        """Deactivate all adapters until `enable_adapters`.
 
         Raises:
-            StateError: there is none, or one is merged.
+            StateError: the model has no adapters, or one is merged.
         """
         _refuse_merged(self)
         state, plan = self._adapter_state, self._active.default.plan
@@ -603,10 +603,10 @@ class PeftMethods:
             set_active(self, None)
 
     def enable_adapters(self) -> None:
-        """Activate again what `disable_adapters` deactivated.
+        """Reactivate the adapters that `disable_adapters` deactivated.
 
         Raises:
-            StateError: nothing was disabled, and nothing is active.
+            StateError: nothing was disabled and nothing is active.
         """
         state = self._adapter_state
         if self._active.default.plan.setup is not None:
@@ -620,11 +620,11 @@ class PeftMethods:
     disable_adapter_layers, enable_adapter_layers = disable_adapters, enable_adapters
 
     def unmerge_adapter(self) -> None:
-        """Do the same as `reset_adapter`, under PEFT's name."""
+        """Same as `reset_adapter`, under PEFT's name."""
         merging.reset(self)
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """Return the number of trainable parameters, and of all.
+        """Return the numbers of trainable and of all parameters.
 
         A quantized weight counts as many parameters as before quantization.
         """
@@ -633,7 +633,7 @@ class PeftMethods:
         return sum(n for n, is_trained in own if is_trained), total
 
     def print_trainable_parameters(self) -> None:
-        """Print the number of trainable parameters, of all, and their share in percent."""
+        """Print the numbers of trainable and of all parameters, and their ratio in percent."""
         trainable, total = self.get_nb_trainable_parameters()
         print(  # noqa: T201  PEFT's method prints
             f"trainable params: {trainable:,d} || all params: {total:,d} || "
@@ -652,7 +652,7 @@ class PeftMethods:
         Raises:
             CheckpointError: PEFT has no such adapter.
             ConfigError: a `state_dict` is given.
-            StateError: there is no name, and not exactly one adapter is active.
+            StateError: no name is given, and not exactly one adapter is active.
             UnknownNameError: the adapter is unknown.
         """
         if state_dict is not None:
@@ -664,15 +664,15 @@ class PeftMethods:
         target_rank: int = 128,
         check_compiled: Literal["error", "warn", "ignore"] = "error",
     ) -> None:
-        """Load adapters with this rank from now on, and let later ones replace their values.
+        """Load adapters with this rank from now on, so that later ones can replace their values.
 
-        After it, `load_adapter` of a name that the model has writes the values in place: see its
-        `hotswap`. Methods with a low-rank update get the rank, others keep their sizes.
+        Afterwards, `load_adapter` of a name that the model has writes the values in place: see its
+        `hotswap`. Methods with a low-rank update get the rank; others keep their sizes.
 
         Args:
             target_rank: the largest rank of all adapters.
-            check_compiled: "error": refuse if the model has adapters; "warn" or "ignore": give
-                these the rank too, with or without a warning.
+            check_compiled: "error": refuse if the model has adapters; "warn" or "ignore": also give
+                these the rank, with or without a warning.
 
         Raises:
             ConfigError: an argument is not legal, or the rank of an adapter is larger.
@@ -683,7 +683,7 @@ class PeftMethods:
         records = self._adapter_state.records
         if records and check_compiled != "ignore":
             text = (
-                f"the sizes of {listing(records)} change, so that a compiled model compiles again. "
+                f"the sizes of {listing(records)} change, so a compiled model compiles again. "
                 f"Write it before the first adapter is loaded, or check_compiled='ignore'."
             )
             if check_compiled == "error":
@@ -724,14 +724,14 @@ def _have_factors(model: AdaptedModel, names: Sequence[str]) -> bool:
 
 
 def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str, nn.Module]:
-    """Return the layers of a static head of which PEFT gives an adapter a copy, by path.
+    """Return the layers of a static head that PEFT copies for an adapter, by path.
 
-    They are those of a task that has a head, and those that `modules_to_save` names.
+    They are the layers of a task's head, and those that `modules_to_save` names.
 
     Args:
-        model: with the adapter.
-        config: of PEFT, or its dict.
-        made: the config of this library for it.
+        model: the model with the adapter.
+        config: a PEFT config, or its dict.
+        made: this library's config for it.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
     task = _task_in(values)

@@ -1,4 +1,4 @@
-"""`PeftModel`: a model of transformers with adapters, whose methods are those of PEFT."""
+"""`PeftModel`: a transformers model with adapters and PEFT's methods."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from .methods import (
 )
 from .saving import configs_of, embedding_tensors, keep, with_values
 
-# what accelerate needs to place a model
+# arguments with which accelerate places a model
 _PLACING = frozenset(
     ("device_map", "max_memory", "offload_buffers", "offload_dir", "offload_folder",
      "offload_index", "use_safetensors")
@@ -84,8 +84,8 @@ class ActiveAdapters(list[str]):
         """List the adapters of a composition.
 
         Args:
-            setup: None if none is active.
-            disabled: the names to list then.
+            setup: the composition; None if none is active.
+            disabled: the names to list in that case.
         """
         super().__init__(disabled if setup is None else setup.flatten())
         self.setup = setup
@@ -102,7 +102,7 @@ class ActiveAdapters(list[str]):
 
 
 class InjectedModel:
-    """Mixin of models to which PEFT's functions add adapters; their `save_pretrained` is their own.
+    """Mixin of models to which PEFT's functions add adapters; `save_pretrained` stays their own.
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
@@ -113,15 +113,15 @@ class InjectedModel:
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
-        """The adapters' names to configs of PEFT; changes of a config are saved with it.
+        """The adapters' names → PEFT's configs; changes to a config are saved with it.
 
-        Deleting it deletes the adapters, which is how frameworks take PEFT's layers away.
+        Deleting it deletes the adapters; frameworks remove PEFT's layers in this way.
         """
         return configs_of(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:
-        """Make the model a plain one; weights that hold merged adapters stay."""
+        """Make the model plain; weights with merged adapters stay."""
         own = cast("Any", self)
         layers.put_back(own)
         if own._adapter_state.merged:
@@ -143,13 +143,13 @@ class InjectedModel:
 
     @also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
-        """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
+        """Delete adapters; if none is active then, activate the first remaining one, as in PEFT.
 
         Args:
             adapter_name: a name, or several.
 
         Raises:
-            StateError: one is in use.
+            StateError: an adapter is in use.
             UnknownNameError: an adapter is unknown.
         """
         own = cast("Any", self)
@@ -162,11 +162,11 @@ class InjectedModel:
             training.train_alone(self, name, unfreezes=True)
 
     def unload(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain model; arguments as of `AdapterModelMixin.unload`.
+        """Return the plain model; the arguments are those of `AdapterModelMixin.unload`.
 
         Args:
-            *args: see there.
-            **kwargs: the same.
+            *args: passed on.
+            **kwargs: passed on.
         """
         return _plainly(self, "unload", *args, **kwargs)
 
@@ -179,7 +179,7 @@ class InjectedModel:
         """Merge adapters, and return the plain model.
 
         Args:
-            progressbar: has no effect: nothing is needed, as a merge takes one product per layer.
+            progressbar: has no effect, since a merge takes one product per layer.
             safe_merge: PEFT's switch; weights that are not finite are always refused.
             adapter_names: None: the active ones.
 
@@ -189,13 +189,13 @@ class InjectedModel:
         return _plainly(self, "merge_and_unload", adapter_names)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy the model by what its class is made from."""
+        """Pickle and copy the model by the ingredients of its class."""
         made_from = vars(self._unmixed).get("_made_from", ())
         return _again, (self._mixin, *made_from), cast("Any", self).__getstate__()
 
 
 class _Wrapper:
-    """PEFT's wrapper of a module that has a part `model`; here `model` is the whole module."""
+    """PEFT's wrapper of a module, with a part `model`; here `model` is the whole module."""
 
     def __init__(self, model: nn.Module) -> None:
         vars(self)["model"] = model
@@ -216,12 +216,12 @@ class _Wrapper:
 
 
 class PeftModel(InjectedModel, metaclass=standins.ModelType):
-    """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
+    """Mixin of models that `get_peft_model` returns; only the adapters are saved, in PEFT's format.
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
 
-    # how transformers asks whether a quantized model has something to train
+    # by this, transformers asks whether a quantized model has something to train
     _hf_peft_config_loaded = True
     _is_saved_for_peft = True
 
@@ -252,19 +252,19 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """Load an adapter into a model, which is changed in place.
 
         Args:
-            model: of transformers, any other module, or one with adapters.
+            model: a transformers model, any other module, or one with adapters.
             model_id: a folder, in any format, or `user/repository` on the Hub.
-            adapter_name: to give it.
-            is_trainable: whether it is trained; otherwise it is only used.
-            config: of PEFT, instead of the folder's.
+            adapter_name: the name to give it.
+            is_trainable: True: train the adapter; False: only use it.
+            config: PEFT's config, instead of the folder's.
             **kwargs: as `load_adapter` takes them.
 
         Returns:
             The same object.
 
         Raises:
-            CheckpointError: the adapter does not fit the model; it has no adapter then.
-            ConfigError: an argument is not legal.
+            CheckpointError: the adapter does not fit the model; the model then has no adapter.
+            ConfigError: an argument is invalid.
         """
         with plain_on_error(model):
             made = as_peft(model)
@@ -279,12 +279,12 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """Add an adapter: `AdapterModelMixin.add_adapter` with parameters in float32.
 
         Args:
-            *args: see there.
+            *args: as in `add_adapter`.
             autocast_adapter_dtype: as in `get_peft_model`.
-            **kwargs: see there, and `low_cpu_mem_usage`, as in `get_peft_model`.
+            **kwargs: as in `add_adapter`, and `low_cpu_mem_usage`, as in `get_peft_model`.
 
         Raises:
-            CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
+            CheckpointError: PEFT's format cannot express the adapter that a PEFT config gives here.
             ConfigError: a value of the config has no meaning here.
         """
         on_meta = kwargs.pop("low_cpu_mem_usage", False)
@@ -323,27 +323,27 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
         Args:
             model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
-            adapter_name: to give it; an adapter of this name is replaced.
+            adapter_name: the name to give it; an adapter of this name is replaced.
             is_trainable: whether its parameters get gradients.
-            torch_device: where PEFT reads the file. It has no effect: nothing is needed, as tensors
-                are read on the CPU and go to the devices of the layers.
+            torch_device: has no effect: tensors are read on the CPU and go to the devices of the
+                layers.
             autocast_adapter_dtype: whether parameters in half precision are converted to float32,
                 as in `get_peft_model`.
             ephemeral_gpu_offload: must be False.
-            low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
-                initialized first.
+            low_cpu_mem_usage: has no effect, since an adapter from a file is never initialized
+                first.
             key_mapping: regular expressions for PEFT's keys in the file → what to write instead.
-            config: of PEFT, instead of the folder's.
-            **kwargs: as `AdapterModelMixin.load_adapter` takes them; `torch_dtype` is `dtype`. What
-                accelerate needs to place a model (`device_map`, `max_memory`, `offload_dir`, …) has
-                no effect: nothing is needed, as an adapter lies where its layers are.
+            config: PEFT's config, instead of the folder's.
+            **kwargs: as for `AdapterModelMixin.load_adapter`; `torch_dtype` is `dtype`. The
+                arguments for accelerate's placement (`device_map`, `max_memory`, `offload_dir`, …)
+                have no effect, since an adapter is placed with its layers.
 
         Returns:
-            Two empty lists, as what does not fit is an error.
+            Two empty lists, since a mismatch is an error.
 
         Raises:
-            CheckpointError: it does not fit the model.
-            ConfigError: an argument is not legal.
+            CheckpointError: the adapter does not fit the model.
+            ConfigError: an argument is invalid.
         """
         _refuse_offload(ephemeral_gpu_offload)
         below = kwargs.pop("subfolder", None)
@@ -362,7 +362,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             )  # fmt: skip
         if config is not None:
             keep(own, adapter_name, config)
-        # a hotswap leaves the places, and the dtype of the slot
+        # a hotswap keeps the places, and the slot's dtype
         is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
         if autocast_adapter_dtype and is_new:
             _to_float32(own, adapter_name)
@@ -370,18 +370,18 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     @names_call
     def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
-        """Activate an adapter, or several, and train only these, with heads of their own.
+        """Activate an adapter, or several, and train only these, with their own heads.
 
         Args:
             adapter_name: a name, or a list of names.
-            inference_mode: whether nothing is trained.
+            inference_mode: whether to train nothing.
 
         Raises:
             UnknownNameError: an adapter is unknown.
         """
         names = cast("Any", self)._adapter_state.find_all(adapter_name)
         own = (p for name in names for p in parameters_of(cast("Any", self), name))
-        # of a reference that a Trainer's loss compares with, nothing can be trained
+        # a reference model for a Trainer's loss must not be trained
         if inference_mode or is_untrained(self, own):
             cast("Any", AdapterModelMixin).set_adapter(self, names, inference_mode=True)
         else:
@@ -390,7 +390,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
     def merge_adapter(
         self, adapter_names: str | Sequence[str] | None = None, safe_merge: bool = True
     ) -> None:
-        """Merge adapters into the base weights; those that are merged stay so, as in PEFT.
+        """Merge adapters into the base weights; merged ones stay merged, as in PEFT.
 
         Args:
             adapter_names: names, in the order in which they act; None: the active ones.
@@ -401,14 +401,14 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
             UnknownNameError: an adapter is unknown.
 
         Warns:
-            UserWarning: some are merged already.
+            UserWarning: some are already merged.
         """
         own, mixin = cast("Any", self), cast("Any", AdapterModelMixin)
         active = own._active.default.plan.setup
         asked = adapter_names or ([] if active is None else [*active.flatten()])
         names = own._adapter_state.find_all(asked)
         if done := [name for name in names if name in own._adapter_state.merged]:
-            warnings.warn(f"{done} are merged already, and stay so.", stacklevel=2)
+            warnings.warn(f"{done} are already merged, and stay so.", stacklevel=2)
         if rest := [name for name in names if name not in done]:
             mixin.merge_adapter(self, rest if adapter_names else None, safe_merge)
 
@@ -429,11 +429,11 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
         Args:
             save_directory: the folder; created if missing.
-            safe_serialization: whether tensors are safetensors; otherwise a pickle.
+            safe_serialization: True: write safetensors; False: a pickle.
             selected_adapters: names; None: all.
-            save_embedding_layers: whether the tables of tokens are saved too; "auto": if the
-                vocabulary has another size than in the checkpoint of the base model.
-            is_main_process: whether this process writes.
+            save_embedding_layers: whether to save the token tables too; "auto": if the vocabulary
+                has another size than in the checkpoint of the base model.
+            is_main_process: whether this process writes the files.
             **kwargs: `format` of the files, "peft" if not given; `with_head`, whether heads are
                 saved, None: those that adapters have of their own; `state_dict` of the whole model,
                 whose values the files get; None: those that the model has. In a trainer's
@@ -467,7 +467,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
         tables = sharding.gathered(tables)
         if is_split and is_peft_format:
-            # made in all processes, and kept for the one that writes
+            # created in all processes, and kept for the one that writes
             saving.configs_of(own)
         for name in names if is_main_process or is_split else ():
             folder = Path(save_directory, "" if name == DEFAULT else name)
@@ -481,8 +481,8 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         if (is_main_process or is_split) and is_peft_format:
             card = functools.partial(saving.write_card, own, Path(save_directory))
             sharding.in_first_process(self, card)
-        # `Trainer` reads `model.safetensors` of models that are not of PEFT's class, and before all
-        # others if it is there; a trainer of sharded models has files of its own
+        # `Trainer` reads `model.safetensors` for models that are not of PEFT's class, in preference
+        # to all others if it exists; a trainer of sharded models has its own files
         folder = Path(save_directory)
         is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
         is_ours = of_trainer and is_main_process and is_step and not is_sharded
@@ -493,15 +493,16 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
     def load_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+        """Load tensors as `nn.Module.load_state_dict` does, or those of a trainer's checkpoint.
 
         Args:
-            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
-            strict: whether all keys of the model are needed.
+            state_dict: state dict of the whole model; or, if not `strict`, of a trainer's
+                checkpoint.
+            strict: whether all of the model's keys are required.
             assign: whether the tensors become the parameters.
 
         Raises:
-            CheckpointError: a checkpoint does not fit; nothing has changed then.
+            CheckpointError: a checkpoint does not fit; then nothing has changed.
         """
         own = cast("Any", self)
         mine = trained_tensors(own)
@@ -519,8 +520,8 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         """The config of the active adapter.
 
         Raises:
-            CheckpointError: PEFT's format cannot express it.
-            StateError: not exactly one is active.
+            CheckpointError: PEFT's format cannot express the adapter.
+            StateError: not exactly one adapter is active.
         """
         return saving.config_of_adapter(self, one_name(cast("Any", self), None))
 
@@ -531,7 +532,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     @property
     def prefix(self) -> str:
-        """What the names of the active adapter's parameters have in common, such as "loras.".
+        """The common part of the names of the active adapter's parameters, such as "loras.".
 
         Raises:
             StateError: not exactly one adapter is active.
@@ -542,7 +543,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     @property
     def modules_to_save(self) -> set[str] | None:
-        """The names in `modules_to_save` of the active adapter's config; None if there are none."""
+        """The names in `modules_to_save` of the active adapter's config; None without any."""
         names = getattr(self.active_peft_config, "modules_to_save", None)
         return {*names} if names else None
 
@@ -564,7 +565,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         return nn.ModuleDict(found)
 
     def supports_lora_conversion(self, adapter_name: str = DEFAULT) -> bool:
-        """Return whether `convert_to_lora` takes an adapter: whether it is a change of weights.
+        """Return whether `convert_to_lora` accepts an adapter: whether it is a change of weights.
 
         Args:
             adapter_name: the adapter.
@@ -582,17 +583,17 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     @property
     def targeted_module_names(self) -> list[str]:
-        """The paths of the layers with adapters, adapter by adapter; copies do not count."""
+        """The paths of the layers with adapters, adapter by adapter, without copies."""
         return list(dict.fromkeys(name for name, parameter in self._targets() if not parameter))
 
     @property
     def targeted_parameter_names(self) -> list[str]:
-        """The paths of the parameters with adapters of their own, adapter by adapter."""
+        """The paths of the parameters with their own adapters, adapter by adapter."""
         names = (f"{name}.{parameter}" for name, parameter in self._targets() if parameter)
         return list(dict.fromkeys(names))
 
     def _targets(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of each adapted layer, and of its parameter if that is adapted alone."""
+        """Yield the path of each adapted layer, and of its parameter if only that is adapted."""
         own = cast("Any", self)
         prefix = base_prefix(own)
         for name in own.adapters_config:
@@ -604,7 +605,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
     def set_requires_grad(
         self, adapter_names: str | Sequence[str], requires_grad: bool = True
     ) -> None:
-        """Let the parameters of adapters get gradients, or not; active or not they stay.
+        """Set whether the parameters of adapters get gradients; this does not activate them.
 
         Args:
             adapter_names: a name, or several.
@@ -619,7 +620,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     def get_layer_status(self) -> Any:
         """Return the adapters of each layer: `get_layer_status(model)`."""
-        # late: it asks for PEFT's classes of layers, which are below this class
+        # imported late: it needs PEFT's classes of layers, which are above this class
         return status.get_layer_status(cast("Any", self))
 
     def get_model_status(self) -> Any:
@@ -628,7 +629,7 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Return a context in which the base model is used; merged adapters are unmerged in it."""
+        """Return a context that uses the base model; merged adapters are unmerged in it."""
         own = cast("Any", self)
         merged = own._adapter_state.merged
         if merged:
@@ -641,10 +642,10 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
                 own.merge_adapter(list(merged))
 
     def prepare_model_for_gradient_checkpointing(self, model: Any = None) -> Any:
-        """Let gradients reach the adapters below frozen embeddings, and return the model.
+        """Make gradients reach adapters through frozen embeddings, and return the model.
 
         Args:
-            model: whose embeddings are meant; None: this one.
+            model: the model with the embeddings; None: this one.
         """
         own = self if model is None else model
         if hasattr(own, "enable_input_require_grads"):
@@ -652,10 +653,10 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
         return own
 
     def create_or_update_model_card(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write `README.md`, or complete the metadata of one that is there.
+        """Write `README.md`, or complete the metadata of an existing one.
 
         Args:
-            output_dir: its folder.
+            output_dir: folder of the card.
         """
         saving.write_card(self, Path(output_dir))
 
@@ -670,7 +671,7 @@ def _refuse_offload(ephemeral_gpu_offload: bool) -> None:
 
 
 def _to_meta(model: Any, name: str) -> None:
-    """Take the values of an adapter away; its parameters stay, on the meta device."""
+    """Drop the values of an adapter; its parameters stay, on the meta device."""
     for _, module in modules_of(model, name):
         module.to("meta")
 
@@ -685,7 +686,7 @@ def _targets_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def plain_on_error(model: Any) -> Iterator[None]:
-    """Make a model that had no adapters a plain one again if the block raises."""
+    """If the block raises, make a model that had no adapters plain again."""
     was_plain = not isinstance(model, AdapterModelMixin)
     try:
         yield
@@ -712,9 +713,9 @@ def _check_saving(model: AdaptedModel, name: str, format: str, with_head: bool) 
     """Check that a format can express an adapter, before the first of several is written.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: the format cannot express it.
     """
-    # the native format can express all
+    # the native format can express everything
     if format != "native":
         stored = checkpointing.checkpoint_of(model, name, with_head, None, format)
         checkpointing.refuse_sharded(model, format)
@@ -744,7 +745,7 @@ def _trainers_know_models() -> bool:
 
 
 class _MixedType(standins.ModelType):
-    """The type of classes of models, of which a call makes a model."""
+    """The type of the model classes; calling one creates a model."""
 
     __call__ = type.__call__
 
@@ -760,7 +761,7 @@ def _class_of(cls: Any, mixin: Any) -> type[Any]:
 
 
 def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a model without its mixin; only its class in transformers may remain."""
+    """Call a method of a model without its mixin; only its transformers class may remain."""
     mixed: Any = type(model)
     set_class(model, mixed._unmixed)
     try:
@@ -779,7 +780,7 @@ def _again(mixin: Any, *made_from: Any) -> Any:
     return cls.__new__(cls)
 
 
-# --- PEFT's functions that add an adapter to a model of transformers ---
+# --- PEFT's functions that add an adapter to a transformers model ---
 
 
 @names_call
@@ -796,30 +797,30 @@ def get_peft_model(
     """Add an adapter to a model, which is changed in place, and train it.
 
     Args:
-        model: of transformers, or any other module; its mode does not change.
+        model: a transformers model or any other module; its mode does not change.
         peft_config: a config of PEFT, or of this library. As in PEFT it gets the name of the model.
-        adapter_name: to give it; an adapter of this name is replaced, with a warning.
+        adapter_name: the name to give it; an adapter of this name is replaced, with a warning.
         mixed: whether `isinstance(model, PeftMixedModel)` is true. Adapters of different methods
-            can be active together in any case.
-        revision: of the base model, for the file.
+            can always be active together.
+        revision: revision of the base model, written to the file.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: whether the parameters are left on the meta device, without values, for
+        low_cpu_mem_usage: whether to leave the parameters on the meta device, without values, for
             `set_peft_model_state_dict(…, low_cpu_mem_usage=True)`.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
-            "corda", which PEFT takes in functions of their own; or the weights before quantization
+            "corda", which PEFT takes in separate functions; or the weights before quantization
             for "loftq", see `add_adapter`.
 
     Returns:
         The same object.
 
     Raises:
-        CheckpointError: PEFT's format cannot express what a config of PEFT gives in this model.
+        CheckpointError: PEFT's format cannot express what a PEFT config gives in this model.
         ConfigError: a value of the config has no meaning here, or initial values need data.
-        StateError: the model has no adapters of this library, but layers of PEFT.
+        StateError: the model has PEFT's layers instead of this library's adapters.
     """
     if peft_config is None:
-        raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
+        raise ConfigError("peft_config=None: no config given. Write LoraConfig(r=8).")
     if is_peft(peft_config) and not isinstance(peft_config, Mapping):
         peft_config.base_model_name_or_path = name_of(model)
         peft_config.revision = revision or peft_config.revision
@@ -849,11 +850,11 @@ def inject_adapter_in_model(
 
     Args:
         peft_config: a config of PEFT.
-        model: changed in place.
-        adapter_name: to give it.
+        model: the model; changed in place.
+        adapter_name: the name to give it.
         low_cpu_mem_usage: as in `get_peft_model`.
-        state_dict: of the adapter, by PEFT's keys; the layers are those that it names, whatever the
-            config says.
+        state_dict: the adapter's state dict, by PEFT's keys; the layers are those that it names,
+            whatever the config says.
 
     Returns:
         The same object.
@@ -864,7 +865,7 @@ def inject_adapter_in_model(
     if state_dict is not None:
         named = {"target_modules": _targets_in(model, state_dict)}
         if hasattr(peft_config, "feedforward_modules"):
-            # there IA3 scales the input
+            # IA3 scales the input there
             rows = {key: tensor for key, tensor in state_dict.items() if len(tensor) == 1}
             named["feedforward_modules"] = _targets_in(model, rows)
         peft_config = dataclasses.replace(peft_config, **named)
@@ -880,7 +881,7 @@ def inject_adapter_in_model(
 
 
 class LoadResult(NamedTuple):
-    """What did not fit; of an adapter always nothing, as a difference is an error."""
+    """Mismatches of loaded keys; always empty for an adapter, since a difference is an error."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -899,10 +900,11 @@ def get_peft_model_state_dict(
     As in PEFT, keys of a model from `inject_adapter_in_model` lack "base_model.model.".
 
     Args:
-        model: with adapters.
-        state_dict: of the whole model, whose values are taken; None: those that the model has.
+        model: a model with adapters.
+        state_dict: state dict of the whole model, whose values are taken; None: those that the
+            model has.
         adapter_name: the adapter.
-        unwrap_compiled: has no effect: nothing is needed, as keys have no steps of torch.compile.
+        unwrap_compiled: has no effect, since keys have no steps of torch.compile.
         save_embedding_layers: as in `PeftModel.save_pretrained`.
 
     Raises:
@@ -929,22 +931,22 @@ def set_peft_model_state_dict(
     ignore_mismatched_sizes: bool = False,
     low_cpu_mem_usage: bool = False,
 ) -> LoadResult:
-    """Give an adapter, and its head, values that `get_peft_model_state_dict` returned.
+    """Give an adapter, and its head, values from `get_peft_model_state_dict`.
 
     Args:
-        model: with adapters.
-        peft_model_state_dict: tensors by PEFT's keys.
+        model: a model with adapters.
+        peft_model_state_dict: the tensors, by PEFT's keys.
         adapter_name: the adapter.
         ignore_mismatched_sizes: must be False.
-        low_cpu_mem_usage: has no effect: nothing is needed, as parameters on the meta device get
-            the tensors in any case.
+        low_cpu_mem_usage: has no effect, since parameters on the meta device always get the
+            tensors.
 
     Returns:
         Two empty lists.
 
     Raises:
-        CheckpointError: they are not those of the adapter; nothing has changed then.
-        ConfigError: sizes that do not fit are to be ignored.
+        CheckpointError: the tensors are not the adapter's; nothing has changed.
+        ConfigError: `ignore_mismatched_sizes` is True.
         StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
@@ -956,10 +958,10 @@ def set_peft_model_state_dict(
 
 @names_call
 def get_base_model_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of the base model, by the keys that it has without adapters.
+    """Return the tensors of the base model, by its keys without adapters.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
     """
     return {key: tensor.detach() for key, tensor in plain_state(unwrapped(model)).items()}
 
@@ -971,15 +973,15 @@ def set_base_model_state_dict(
     """Give the base model other values; adapters keep theirs.
 
     Args:
-        model: with adapters.
-        state_dict: by the keys of the base model.
-        strict: whether all keys are needed, and no others.
+        model: a model with adapters.
+        state_dict: the values, by the keys of the base model.
+        strict: whether all keys are required, and no others.
 
     Returns:
-        The keys that are missing, and those that are not of the base model.
+        The missing keys, and the keys that are not the base model's.
 
     Raises:
-        RuntimeError: a shape differs, or `strict` and a key; as of `load_state_dict`.
+        RuntimeError: a shape differs, or with `strict` a key; as in `load_state_dict`.
     """
     own = unwrapped(model)
     base = plain_state(own)
@@ -998,17 +1000,17 @@ def convert_to_lora(
     progressbar: bool = False,
     compile_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Return the config and the tensors of a LoRA that changes weights as an adapter does.
+    """Return the config and the tensors of a LoRA that changes the weights as an adapter does.
 
     Args:
-        model: with the adapter, which does not change.
+        model: the model with the adapter, which does not change.
         rank: the largest rank; or, below 1, the share of Σ σ² to keep in each layer.
         adapter_name: the adapter.
-        progressbar: has no effect: nothing is needed, as a layer takes one decomposition.
-        compile_kwargs: the same.
+        progressbar: has no effect, since a layer takes one decomposition.
+        compile_kwargs: has no effect either.
 
     Raises:
-        ConfigError: the rank is not legal.
+        ConfigError: the rank is invalid.
         StateError: the adapter is more than a change of weights or merged, or the model has none.
         UnknownNameError: the adapter is unknown.
     """
@@ -1032,11 +1034,11 @@ def save_as_lora(
 
     Args:
         path: the folder; created if missing.
-        model: with the adapter, which does not change.
-        rank: as there, and so are all others.
+        model: the model with the adapter, which does not change.
+        rank: as in `convert_to_lora`.
         adapter_name: the adapter.
-        progressbar: see there.
-        compile_kwargs: see there.
+        progressbar: as in `convert_to_lora`.
+        compile_kwargs: as in `convert_to_lora`.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -1057,11 +1059,11 @@ def load_peft_weights(
 
     Args:
         model_id: a folder, or `user/repository`.
-        device: to put them on; None: the CPU.
+        device: the device to put them on; None: the CPU.
         **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: the folder has no such file.
     """
     tensors = files.tensors_in(hub.resolve(model_id, **kwargs), format_of_peft.FILES)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
@@ -1072,11 +1074,11 @@ def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
     """Return the config object for a dict of fields.
 
     Args:
-        config_dict: with `peft_type`.
+        config_dict: a config dict with `peft_type`.
 
     Raises:
         CheckpointError: there is no such method here.
-        FieldError: the method is only read, or there is no such field.
+        FieldError: the method can only be read, or there is no such field.
     """
     kind = {"peft_type": config_dict.get("peft_type")}
     return from_values(kind, {k: v for k, v in config_dict.items() if k != "peft_type"})
@@ -1084,10 +1086,10 @@ def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
 
 @names_call
 def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
-    """Convert parameters that are trained to float32, and all others to half precision.
+    """Convert trained parameters to float32, and all others to half precision.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         dtype: float16 or bfloat16.
     """
     for parameter in model.parameters():
@@ -1102,17 +1104,17 @@ def replace_lora_weights_loftq(
     adapter_name: str = DEFAULT,
     callback: Callable[[Any, str], bool] | None = None,
 ) -> None:
-    """Give an adapter of LoRA the values that make up best for the quantization of its layers.
+    """Give a LoRA adapter the values that best compensate the quantization of its layers.
 
-    The base model does not change. PEFT takes a scaling of 1 for granted; here any one does.
+    The base model does not change. PEFT assumes a scaling of 1; here any scaling works.
 
     Args:
-        peft_model: quantized, with the adapter.
+        peft_model: a quantized model with the adapter.
         model_path: a folder, a file of safetensors, or a name on the Hub, with the weights before
-            quantization; None: what the model was loaded from.
+            quantization; None: the source that the model was loaded from.
         adapter_name: the adapter.
         callback: called with the model and the name of each layer after it has got its values;
-            with False the layer gets its former ones again.
+            if it returns False, the layer gets its former values again.
 
     Raises:
         ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
@@ -1153,10 +1155,10 @@ def prepare_model_for_kbit_training(
     A quantized model gets gradient checkpointing; its quantized weights do not change.
 
     Args:
-        model: of transformers.
-        use_gradient_checkpointing: whether a quantized model computes activations again.
-        gradient_checkpointing_kwargs: of `gradient_checkpointing_enable`.
-        auto_clear_cache: whether memory that the conversion has left free goes back to the GPU.
+        model: a transformers model.
+        use_gradient_checkpointing: whether a quantized model recomputes activations.
+        gradient_checkpointing_kwargs: arguments of `gradient_checkpointing_enable`.
+        auto_clear_cache: whether to return memory freed by the conversion to the GPU.
 
     Returns:
         The same object.
@@ -1182,10 +1184,10 @@ def prepare_model_for_kbit_training(
 
 
 class AutoPeftModel:
-    """Loads a base model of the class in the adapter's config, and the adapter.
+    """Loader of an adapter and its base model, in the class named by the adapter's config.
 
     Attributes:
-        auto_class: of transformers; empty: the class in the config.
+        auto_class: the auto class of transformers; empty: the class in the config.
         task_type: PEFT's name of the task.
     """
 
@@ -1201,15 +1203,15 @@ class AutoPeftModel:
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load the base model that an adapter was trained on, and the adapter, which is active.
+        """Load an adapter and the base model that it was trained on, and activate the adapter.
 
         Args:
             pretrained_model_name_or_path: the folder of an adapter in any format, or
                 `user/repository`.
-            adapter_name: to give it.
-            is_trainable: whether it is trained; otherwise it is only used.
-            revision: of the adapter.
-            **kwargs: as the class's `from_pretrained` takes them.
+            adapter_name: the name to give it.
+            is_trainable: True: train the adapter; False: only use it.
+            revision: the adapter's revision.
+            **kwargs: as for the class's `from_pretrained`.
 
         Raises:
             CheckpointError: the adapter does not name its base model, or does not fit it.
@@ -1239,7 +1241,7 @@ class AutoPeftModel:
         """Return the class of the base model.
 
         Raises:
-            ConfigError: the adapter belongs to another task, or to a class that is not known.
+            ConfigError: the adapter belongs to another task, or to an unknown class.
         """
         task = values.get("task_type")
         if task is not None and task != cls.task_type:
@@ -1252,7 +1254,7 @@ class AutoPeftModel:
             return getattr(transformers, cls.auto_class)
         mapping = values.get("auto_mapping")
         name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        # only models of transformers: a config must not import anything
+        # only transformers models: a config must not import anything
         found: Any = getattr(transformers, str(name), None)
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if not is_model or found.config_class is None:
@@ -1308,7 +1310,7 @@ class AutoPeftModelForFeatureExtraction(AutoPeftModel):
 _CLASSES = AutoPeftModel.__subclasses__()
 
 
-# --- PEFT's classes of models, to compare with, or to call ---
+# --- PEFT's model classes, to compare with or to call ---
 
 PeftMixedModel = standins.made(
     "PeftMixedModel",

@@ -42,7 +42,7 @@ SAFE, PICKLED = format_of_peft.FILES
 PREFIX = "base_model.model."
 """The start of the keys of a model that PEFT has wrapped."""
 
-# fields that name layers; where there are none, PEFT fills in those of the model's type
+# fields that name layers; if they are empty, PEFT fills in those of the model's type
 _SELECTED = ("target_modules", "feedforward_modules")
 
 # tasks of PEFT → those of the Hub
@@ -57,10 +57,10 @@ _PIPELINES = {
 
 @dataclasses.dataclass
 class Kept:
-    """The config of an adapter as its user holds it.
+    """The config of an adapter as its user sees it.
 
     Attributes:
-        own: our config, which a later adapter of the name does not have.
+        own: our config, which identifies the adapter even if its name is used again.
         given: the user's object.
         before: its values when the adapter was added.
     """
@@ -70,17 +70,17 @@ class Kept:
     before: Mapping[str, Any]
 
     def edited(self) -> dict[str, Any]:
-        """Return the fields that have been changed since, as a file has them."""
+        """Return the fields that have changed since, as in a file."""
         now = {name: plain_value(value) for name, value in self.given.to_dict().items()}
         return {name: value for name, value in now.items() if value != self.before.get(name)}
 
 
 def keep(model: Any, name: str, given: Any) -> None:
-    """Keep the user's config of an adapter that has been added; it gets the names of the layers.
+    """Keep the user's config of an adapter that has been added; it gets the layers' names.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
         given: a config object of PEFT.
     """
     own = model._adapter_state.find(name).config
@@ -95,16 +95,16 @@ def keep(model: Any, name: str, given: Any) -> None:
 
 
 class Shown(dict[str, Any]):
-    """The configs of a model by name, as users hold them."""
+    """The configs of a model by name, as users see them."""
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """Return the config of a name; frameworks also pop those of adapters just deleted."""
+        """Return the config of a name; frameworks also pop those of deleted adapters."""
         return super().pop(name, default)
 
 
 @dataclasses.dataclass
 class Book:
-    """The configs of a model, and the dict of them that users hold."""
+    """The configs of a model, and the dict of them that users see."""
 
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
     shown: Shown = dataclasses.field(default_factory=Shown)
@@ -116,12 +116,12 @@ def _book(model: Any) -> Book:
 
 
 def set_mode(model: Any, name: str, is_trainable: bool) -> None:
-    """Let the config of an adapter say whether it is only used; its file says that always.
+    """Set `inference_mode` in an adapter's config; in its file it is always true.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
-        is_trainable: whether it is trained.
+        model: the model with the adapter.
+        name: the adapter's name.
+        is_trainable: whether the adapter is trained.
     """
     with contextlib.suppress(CheckpointError):
         config_of_adapter(model, name).inference_mode = not is_trainable
@@ -132,14 +132,14 @@ def set_mode(model: Any, name: str, is_trainable: bool) -> None:
 
 
 def config_of_adapter(model: Any, name: str) -> PeftConfig:
-    """Return PEFT's config of an adapter: the user's object, or one made from the adapter.
+    """Return PEFT's config of an adapter: the user's object, or one created from the adapter.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter's name.
 
     Raises:
-        CheckpointError: PEFT's format cannot express it.
+        CheckpointError: PEFT's format cannot express the adapter.
     """
     kept, own = _book(model).kept, model._adapter_state.find(name).config
     if name not in kept or kept[name].own is not own:
@@ -161,13 +161,13 @@ def configs_of(model: Any) -> dict[str, PeftConfig]:
 
 
 def adapted(model: nn.Module) -> Any:
-    """Return the model with adapters inside wrappers of torch.
+    """Return the model with adapters inside torch's wrappers.
 
     Args:
-        model: with adapters, or a wrapper of it.
+        model: a model with adapters, or a wrapper of it.
 
     Raises:
-        StateError: it cannot have any.
+        StateError: the model cannot have adapters.
     """
     own = unwrapped(model)
     if not isinstance(own, AdapterModelMixin):
@@ -177,13 +177,13 @@ def adapted(model: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def whole(model: Any) -> Iterator[Any]:
-    """Yield a model without what torch wraps around it; FSDP1 gathers its parameters for the block.
+    """Yield a model without torch's wrappers; FSDP1 gathers its parameters for the block.
 
     Args:
-        model: with adapters, or a wrapper of it.
+        model: a model with adapters, or a wrapper of it.
 
     Raises:
-        StateError: it cannot have any.
+        StateError: the model cannot have adapters.
     """
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
@@ -194,12 +194,12 @@ def whole(model: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def with_values(model: Any, name: str, given: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Let an adapter have the values of a state dict of the whole model in the block.
+    """Give an adapter the values of a state dict of the whole model in the block.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
-        given: tensors by the model's keys; those of the adapter may be missing. None: its own.
+        model: the model with the adapter.
+        name: the adapter's name.
+        given: tensors by the model's keys; they may lack the adapter's. None: its own.
     """
     own = {id(t) for _, m in modules_of(model, name) for t in m.state_dict(keep_vars=True).values()}
     found = {} if given is None else model.state_dict(keep_vars=True)
@@ -215,15 +215,15 @@ def with_values(model: Any, name: str, given: Mapping[str, Tensor] | None) -> It
 
 
 def embedding_tensors(model: AdaptedModel, asked: str | bool) -> dict[str, Tensor]:
-    """Return the tables that a file has beside an adapter, by PEFT's keys.
+    """Return the tables that a file holds in addition to an adapter, by PEFT's keys.
 
     Args:
-        model: of the adapter.
-        asked: whether the file has the tables of tokens, input and output; "auto": if the
+        model: the adapter's model.
+        asked: whether the file has the token tables, input and output; "auto": if the
             vocabulary has another size than in the checkpoint of the base model.
 
     Raises:
-        ConfigError: the value is not legal.
+        ConfigError: the value is invalid.
 
     Warns:
         UserWarning: the model has no such table.
@@ -255,7 +255,7 @@ def _is_resized(model: AdaptedModel) -> bool:
     try:
         saved = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
-        # it is not here, so that nothing is known
+        # without that checkpoint, nothing is known
         return False
     return bool(own != getattr(saved, "vocab_size", own))
 
@@ -266,11 +266,11 @@ def finish(
     """Complete a folder that has just been saved in PEFT's format.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
-        folder: its own.
-        tables: to write beside the adapter, from `embedding_tensors`.
-        safe_serialization: whether tensors stay in safetensors; otherwise they become a pickle.
+        model: the model with the adapter.
+        name: the adapter's name.
+        folder: the adapter's folder.
+        tables: the tables to write beside the adapter, from `embedding_tensors`.
+        safe_serialization: whether tensors stay in safetensors; if not, they become a pickle.
     """
     config_of_adapter(model, name)
     changed = _book(model).kept[name].edited()
@@ -292,11 +292,11 @@ def finish(
 
 @contextlib.contextmanager
 def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) -> Iterator[Path]:
-    """Yield a folder of PEFT's with another config and other keys; itself if nothing changes.
+    """Yield a PEFT folder with another config and other keys; the folder itself if nothing changes.
 
     Args:
-        folder: with an adapter.
-        config: of PEFT; None: that of the folder.
+        folder: a folder with an adapter.
+        config: a PEFT config; None: that of the folder.
         key_mapping: regular expressions for keys → what to write instead.
     """
     if config is None and not key_mapping:
@@ -319,8 +319,8 @@ def write_folder(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> No
     """Write the folder of an adapter as PEFT does.
 
     Args:
-        folder: of the adapter.
-        config: of PEFT.
+        folder: the adapter's folder.
+        config: PEFT's config.
         tensors: by PEFT's keys, of a model that it has wrapped or not.
     """
     values = {name: plain_value(value) for name, value in config.to_dict().items()}
@@ -329,11 +329,11 @@ def write_folder(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> No
 
 
 def write_card(model: Any, folder: Path) -> None:
-    """Write `README.md`, or complete the metadata of one that is there.
+    """Write `README.md`, or complete the metadata of an existing one.
 
     Args:
-        model: with adapters.
-        folder: of the card.
+        model: a model with adapters.
+        folder: folder of the card.
     """
     path, base = folder / "README.md", name_of(model)
     kinds = (getattr(c.peft_type, "value", c.peft_type) for c in configs_of(model).values())

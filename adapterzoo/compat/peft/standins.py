@@ -1,6 +1,6 @@
 """PEFT's classes that code only compares with, such as those of layers with adapters.
 
-A model here is not wrapped, and neither are its layers, so that these classes have no instances of
+Neither a model here nor its layers are wrapped, so these classes have no instances of
 their own: `isinstance` asks what a model or a layer has.
 """
 
@@ -32,7 +32,7 @@ class ModelType(type):
         return cast("Any", cls)._called(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        """Return whether it is an instance here or in PEFT."""
+        """Return whether an object is an instance here or in PEFT."""
         if any(_is_of_peft(c, cls.__name__) for c in type(instance).__mro__):
             return True
         return super().__instancecheck__(instance) or cls.takes(instance)
@@ -50,9 +50,9 @@ def made(name: str, takes: Callable[[Any, Any], bool], bases: tuple[type, ...] =
     """Return a class to compare with.
 
     Args:
-        name: PEFT's.
-        takes: whether an object, the second argument, is an instance.
-        bases: of the class.
+        name: PEFT's name.
+        takes: a function that tells whether an object, its second argument, is an instance.
+        bases: bases of the class.
     """
     meta: Any = type("_Asked", (ModelType,), {"takes": takes})
     made: type[Any] = meta(
@@ -67,13 +67,13 @@ _DEFAULT = Contained.container
 
 
 def _layer_class(name: str, *kinds: type[nn.Module]) -> type[Any]:
-    """Return PEFT's class of layers that have an adapter of some kinds."""
+    """Return PEFT's class of layers with an adapter of some kinds."""
 
     def takes(_cls: object, layer: object) -> bool:
         return any(isinstance(part, kinds) for _, part in parts_of(layer))
 
     cls: Any = made(name, takes)
-    # frameworks leave out modules below a layer by these names
+    # frameworks skip modules below a layer by these names
     cls.adapter_layer_names = tuple(sorted({getattr(k, "container", _DEFAULT) for k in kinds}))
     return cast("type[Any]", cls)
 
@@ -84,7 +84,7 @@ def _kinds_of(peft_type: str) -> tuple[type[nn.Module], ...]:
 
 
 def _is_copied(module: object) -> bool:
-    """Return whether each layer of a module has a copy for some adapter, as those of a head."""
+    """Return whether each layer of a module has a copy for some adapter, like those of a head."""
     if not isinstance(module, nn.Module) or isinstance(module, (Adapted, Adapter, AdapterDict)):
         return False
     own = [m for m in (plain for _, plain in plain_modules(module)) if m._parameters]

@@ -1,4 +1,4 @@
-"""What PEFT tells of adapters at layers: `get_layer_status` and `get_model_status`."""
+"""PEFT's reports on adapters at layers: `get_layer_status` and `get_model_status`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TunerLayerStatus:
         module_type: PEFT's method and the class of the layer, "lora.Linear".
         enabled: whether any adapter is active.
         active_adapters: names of the active adapters.
-        merged_adapters: names of those that are merged here.
+        merged_adapters: names of the merged adapters.
         requires_grad: name of an adapter → whether its parameters are trained.
-        available_adapters: names of all adapters here.
-        devices: name of an adapter → kinds of the devices of its tensors.
-        quantization_backend: library that quantized the weight; None if none did.
+        available_adapters: names of all adapters of the layer.
+        devices: name of an adapter → device types of its tensors.
+        quantization_backend: library that quantized the weight; None if unquantized.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TunerLayerStatus:
 
 @dataclass
 class TunerModelStatus:
-    """The adapters of a model; "irregular" where layers differ.
+    """The adapters of a model; "irregular" if layers differ.
 
     Attributes:
         base_model_type: class of the model.
@@ -60,7 +60,7 @@ class TunerModelStatus:
         trainable_params: number of trained parameters.
         total_params: number of all parameters.
         num_adapter_layers: number of layers with adapters.
-        enabled: as of layers, and so are all others.
+        enabled: as for layers, like all other fields.
     """
 
     base_model_type: str
@@ -79,7 +79,7 @@ class TunerModelStatus:
 
 
 def _common(values: Iterable[T]) -> T | Literal["irregular"]:
-    """Return the value that all have."""
+    """Return the common value."""
     first, *rest = values
     return first if all(value == first for value in rest) else _IRREGULAR
 
@@ -89,10 +89,10 @@ def get_layer_status(model: nn.Module) -> list[TunerLayerStatus]:
     """Return the adapters of each layer.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
 
     Raises:
-        StateError: there are none at layers.
+        StateError: no layer has adapters.
     """
     # as if the model were in a wrapper, as in PEFT
     prefix = "model." if hasattr(type(model), "active_peft_config") else ""
@@ -145,10 +145,10 @@ def get_model_status(model: Any) -> TunerModelStatus:
     """Return the adapters of a model.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
 
     Raises:
-        StateError: there are none at layers.
+        StateError: no layer has adapters.
     """
     layers = get_layer_status(model)
     names = sorted({name for layer in layers for name in layer.available_adapters})

@@ -1,4 +1,4 @@
-"""`TransformersModel`: a model that got an adapter by a method of transformers."""
+"""`TransformersModel`: a model that got an adapter through a transformers method."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .model import (
 
 
 class TransformersModel(InjectedModel):
-    """Mixin of models that got an adapter by a method of transformers; they keep its signatures.
+    """Mixin of models that got an adapter through a transformers method; they keep its signatures.
 
-    `save_pretrained` saves the active adapter alone, as transformers does.
+    `save_pretrained` saves only the active adapter, as transformers does.
     """
 
     # how transformers asks whether a model has adapters to save, and something to train
@@ -44,15 +44,15 @@ class TransformersModel(InjectedModel):
 
     @names_call
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add an adapter, which is active then and trained alone.
+        """Add an adapter, activate it, and train only it.
 
         Args:
-            adapter_config: of PEFT.
+            adapter_config: PEFT's adapter config.
             adapter_name: its name; None: "default".
 
         Raises:
             DuplicateNameError: the name is taken.
-            FieldError: it is not a config of PEFT.
+            FieldError: the argument is not a PEFT config.
         """
         if not is_peft(adapter_config) or isinstance(adapter_config, Mapping):
             raise FieldError(f"{adapter_config!r} is not a config of PEFT. Write LoraConfig(r=8).")
@@ -79,27 +79,27 @@ class TransformersModel(InjectedModel):
         load_config: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Load an adapter, which is active then.
+        """Load an adapter and activate it.
 
         Args:
             peft_model_id: a folder, or `user/repository` on the Hub.
-            adapter_name: to give it; None: "default".
-            peft_config: of PEFT, instead of the folder's.
+            adapter_name: the name to give it; None: "default".
+            peft_config: PEFT's config, instead of the folder's.
             adapter_state_dict: tensors by PEFT's keys, instead of the folder's.
-            low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
-                initialized first.
-            is_trainable: whether it is trained alone; otherwise it is only used.
+            low_cpu_mem_usage: has no effect, since an adapter from a file is never initialized
+                first.
+            is_trainable: True: train only this adapter; False: only use it.
             hotswap: as in `AdapterModelMixin.load_adapter`.
-            local_files_only: whether nothing is downloaded.
+            local_files_only: whether to download nothing.
             adapter_kwargs: where the folder is: `revision`, `subfolder`, `token` and others.
-            load_config: of `from_pretrained`, which found the folder.
+            load_config: config of `from_pretrained`, which found the folder.
             **kwargs: the same as `adapter_kwargs`.
 
         Returns:
-            The report of transformers on what did not fit, empty as a difference is an error.
+            Transformers' report of mismatches, which is empty, since a difference is an error.
 
         Raises:
-            CheckpointError: it does not fit the model.
+            CheckpointError: the adapter does not fit the model.
             ConfigError: there is neither a folder nor a config with tensors.
             DuplicateNameError: the name is taken.
             UnknownNameError: there is no adapter for a hotswap.
@@ -141,7 +141,8 @@ class TransformersModel(InjectedModel):
 
         Args:
             adapter_name: the adapter; None: the first active one.
-            state_dict: of the whole model, whose values are taken; None: those that the model has.
+            state_dict: state dict of the whole model, whose values are taken; None: those that the
+                model has.
 
         Raises:
             CheckpointError: PEFT has no such adapter.
@@ -153,13 +154,13 @@ class TransformersModel(InjectedModel):
     @names_call
     @also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
-        """Delete adapters; without any, the model is a plain one of its class again.
+        """Delete adapters; after the last one, the model is a plain one of its class again.
 
         Args:
             adapter_name: a name, or several.
 
         Raises:
-            StateError: one is in use.
+            StateError: an adapter is in use.
             UnknownNameError: an adapter is unknown.
         """
         super().delete_adapter(adapter_name)
@@ -168,7 +169,7 @@ class TransformersModel(InjectedModel):
 
 
 def add_first(self: PreTrainedModel, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """Add an adapter; the model has the methods of `TransformersModel` then."""
+    """Add an adapter; the model then has the methods of `TransformersModel`."""
     with plain_on_error(self):
         as_peft(self, TransformersModel).add_adapter(adapter_config, adapter_name)
 
@@ -176,7 +177,7 @@ def add_first(self: PreTrainedModel, adapter_config: Any, adapter_name: str | No
 def load_first(
     self: PreTrainedModel, peft_model_id: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load an adapter; the model has the methods of `TransformersModel` then."""
+    """Load an adapter; the model then has the methods of `TransformersModel`."""
     slots = vars(self).get("_prepare_peft_hotswap_kwargs")
     with plain_on_error(self):
         made = as_peft(self, TransformersModel)

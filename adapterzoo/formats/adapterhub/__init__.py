@@ -6,9 +6,9 @@ pickled tensors, as `adapters` 1.3 does by default; "adapterhub-safetensors" the
 
 Configs follow the spellings of the methods. Keys of tensors are
 `<path>.<container>.<adapter>.<parameter>`; the spelling says what the path leads to. In fused
-layers AdapterHub keeps the parts one under the other in one tensor.
+layers AdapterHub stacks the parts in one tensor.
 
-Fusion layers: `adapter_fusion_config.json` and the tensors beside it.
+Fusion layers: `adapter_fusion_config.json` and the tensors next to it.
 `<path>.adapter_fusion_layer.<name>.{query,key,value}.{weight,bias}` is the fusion of the adapters
 at that path, as `adapters` 1.3 writes it.
 """
@@ -89,7 +89,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
     """Return the config in an `adapter_config.json`.
 
     Raises:
-        CheckpointError: there is no such method here, or a value is not legal.
+        CheckpointError: there is no such method here, or a value is invalid.
     """
     values = metadata.get("config")
     try:
@@ -107,7 +107,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
         raise
     except AdapterZooError as error:
         raise CheckpointError(
-            f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
+            f"the config of the checkpoint is invalid; nothing has been loaded. {error}"
         ) from error
 
 
@@ -115,7 +115,7 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
     """Return how AdapterHub spells the method of a config.
 
     Raises:
-        CheckpointError: it does not have the method.
+        CheckpointError: it lacks the method.
     """
     if config.architecture not in adapterhub_spellings:
         raise unsayable(config, f"{type(config).__name__} is not a method of adapters")
@@ -123,7 +123,7 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
 
 
 def added(members: Sequence[AdapterConfig], anatomy: Anatomy) -> list[AdapterConfig]:
-    """Return the configs that `adapters` adds to an adapter of these; no file names them."""
+    """Return the configs that `adapters` adds to these without naming them in files."""
     found = (s.added(members, anatomy) for s in adapterhub_spellings.values() if s.added)
     return [config for config in found if config is not None]
 
@@ -192,9 +192,9 @@ class Key:
 
     Attributes:
         text: the key.
-        container: what holds the tensor.
-        path: what precedes the container.
-        parameter: what follows the adapter's name.
+        container: the container of the tensor.
+        path: the part before the container.
+        parameter: the part after the adapter's name.
     """
 
     text: str
@@ -204,12 +204,12 @@ class Key:
 
 
 def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | None:
-    """Return a key in its parts; None where it is of none of the containers.
+    """Return the parts of a key; None if it belongs to none of the containers.
 
     Args:
         text: the key.
-        name: of the adapter in the checkpoint.
-        containers: of its method.
+        name: name of the adapter in the checkpoint.
+        containers: containers of its method.
     """
     for container in containers:
         for word in (container.name, *container.aliases):
@@ -224,11 +224,11 @@ def read_adapter(
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
-    A tensor without a place in the model keeps its key of AdapterHub, so that the comparison with
+    A tensor without a place in the model keeps its AdapterHub key, so that the comparison with
     the model names it.
 
     Raises:
-        CheckpointError: there is no such method here, or a tensor is not what it should be.
+        CheckpointError: there is no such method here, or a tensor is wrong.
         SiteError: the model lacks a site that the config asks for.
     """
     words = frozenset(word for key in tensors for word in key.split("."))
@@ -308,7 +308,7 @@ def _read_group(
 
 
 def _container(config: AdapterConfig, name: str) -> Container | None:
-    """Return the container of this name as the method of the config declares it."""
+    """Return the container of this name, as declared by the config's method."""
     return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
@@ -316,21 +316,21 @@ def in_order(places: Sequence[Place]) -> list[Place]:
     """Return the parts of a fused layer in AdapterHub's order.
 
     Raises:
-        CheckpointError: the layer does not hold queries, keys and values one under the other.
+        CheckpointError: the layer does not hold queries, keys and values stacked.
     """
     for place in places:
         site = place.placement.site
         rows = site.output_slice
         if rows is None or rows.groups != 1 or site.role not in PART_ORDER:
             raise CheckpointError(
-                f"in the fused layer {site.path!r} adapters takes other rows for its parts. Train "
+                f"in the fused layer {site.path!r} adapters uses other rows for its parts. Train "
                 f"the adapter at other layers, or write {argument('format', 'native')}."
             )
     return sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
 
 
 def _containers(places: Iterable[Place]) -> Iterator[tuple[Container, BlockLocation, Place]]:
-    """Yield the containers of the tensors of each place, with its location there."""
+    """Yield the containers of the tensors of each place, with its location."""
     for place in places:
         for container in spelling_of(place.placement.config).containers:
             if (location := location_of(container, place)) is not None:
@@ -343,13 +343,13 @@ def write_adapter(
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
     Raises:
-        CheckpointError: `adapters` does not have the family, the method or the places.
+        CheckpointError: `adapters` lacks the model family, the method or the places.
     """
     for member in config.members:
         check_convention(info, member)
     layout = layout_of(info)
     own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
-    # no file names those that adapters adds in such a model
+    # no file names the configs that adapters adds in such a model
     more = [m for n, m in enumerate(config.members) if n not in own]
     expected = added([*own.values()], info.anatomy)
     if more != expected:
@@ -363,10 +363,10 @@ def write_adapter(
         # the same adapter, with its places in AdapterHub's fields
         flagged = spelling_of(member).as_flags(member, info.anatomy)
         if flagged is None:
-            why = "AdapterHub names queries, keys, values, first and last layers only"
+            why = "AdapterHub names only queries, keys, values, first and last layers"
             raise unsayable(member, why)
         members.append(flagged)
-    # a config that cannot be said is refused before its fields are exchanged
+    # a config that cannot be expressed is refused before its fields are changed
     written = write_config(joined(members))
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
@@ -399,17 +399,17 @@ def write_adapter(
 
 
 def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
-    """Check that `adapters` computes a config in such a model as its fields say.
+    """Check that in such a model `adapters` computes what a config's fields say.
 
     Raises:
-        CheckpointError: it computes another one.
+        CheckpointError: it computes something else.
     """
     mine = config.to_dict()
     theirs = spelling_of(config).convention(info.model_type, config).to_dict()
     if differing := [name for name, value in mine.items() if theirs[name] != value]:
         other = _shown(theirs, differing)
         raise inexpressible(
-            f"in {info.model_type} models adapters computes {other}, and this adapter has "
+            f"in {info.model_type} models adapters computes {other}, but this adapter has "
             f"{_shown(mine, differing)}. Train it again with {other} for adapters"
         )
 
@@ -440,7 +440,7 @@ def _to_container(
             raise inexpressible(f"{reason}, such as {places[0].path!r}", *hints)
     elif len(places) > 1:
         raise inexpressible(
-            f"{len(places)} adapters sit at {places[0].path!r}, where AdapterHub has one name"
+            f"{len(places)} adapters are at {places[0].path!r}, where AdapterHub has one name"
         )
     each = [container.to_theirs(p.own(tensors), p.placement.config) for p in places]
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
@@ -529,17 +529,17 @@ def _files(
     safe: bool,
     meta: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Return names and contents of a config and of the tensors beside it.
+    """Return names and contents of a config and of its tensors.
 
     Args:
         names: see `names_of_files`.
-        fields: of the config.
+        fields: the config's fields.
         tensors: by AdapterHub's keys.
         safe: whether to write safetensors.
-        meta: `meta_dict`, whose entries stand beside the fields.
+        meta: `meta_dict`, whose entries are saved next to the fields.
 
     Raises:
-        CheckpointError: it has a key that is such a field.
+        CheckpointError: one of its keys is such a field.
     """
     meta = meta or {}
     if taken := sorted(_FIELDS & meta.keys()):
@@ -577,16 +577,16 @@ def _read_head(
     """Return a head.
 
     Args:
-        info: of the model.
+        info: the model's info.
         metadata: `head_config.json`.
-        tensors: what lies beside it.
+        tensors: the tensors next to it.
 
     Raises:
         CheckpointError: the head has no equivalent in this model.
     """
     name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        # the head of a task class: for a named head translated, for such a class as it is
+        # the head of a task class: translated for a named head, unchanged for such a class
         cls, labels = str(metadata.get("model_class")), metadata.get("label2id")
         if info.named_heads:
             labels = labels if isinstance(labels, Mapping) else None
@@ -622,7 +622,7 @@ def _read_head(
 def write_head(
     info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
+    """Return further fields of `head_config.json`, and tensors by AdapterHub's keys.
 
     Raises:
         CheckpointError: `adapters` has no such head.
@@ -631,7 +631,7 @@ def write_head(
     if not isinstance(config, Mapping):
         return _task_fields(info.config.get("label2id")), dict(tensors)
     hints = argument("with_head", False), argument("format", "native")
-    # adapters, with transformers 4, does not tie T5 of release 1.1 and mT5; transformers 5 ties all
+    # adapters, with transformers 4, does not tie T5 of release 1.1 and mT5; transformers 5 does
     is_apart = info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False
     is_tied = info.config.get("tie_word_embeddings") and not is_apart
     if is_tied and config.get("tie_word_embeddings") is False:
@@ -667,10 +667,10 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
 
 
 def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
-    """Return the fusion, in our terms.
+    """Return the fusion in our terms.
 
-    What has no place in the model keeps its key of AdapterHub, so that the comparison with the
-    model names it.
+    Tensors without a place in the model keep their AdapterHub keys, so that the comparison
+    with the model names them.
 
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
@@ -678,7 +678,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     metadata, held = _files_in(folder, _FUSION)
     names = metadata.get("adapter_names")
     if names is None and isinstance(metadata.get("name"), str):
-        # adapter-transformers: the name is that of the adapters with commas between
+        # adapter-transformers: the name is the adapters' names joined by commas
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise CheckpointError(f"{_FUSION[0]} has adapter_names={names!r}, not names. {AGAIN}.")
@@ -696,7 +696,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         place = next((places[here][1] for here in locations if here in places), None)
         tensors[key if place is None else f"{place.path}/{parameter}"] = tensor
     if config.get("temperature"):
-        # adapters starts anew from the highest one too
+        # adapters also restarts from the highest one
         steps = torch.zeros((), dtype=torch.int64)
         tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
     # adapters fuses no functions of the embeddings
@@ -738,7 +738,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     mine = {key: fields["config"][key] for key in theirs}
     if mine != theirs:
         raise inexpressible(
-            f"adapters computes such a fusion with {_shown(theirs, theirs)}, and this has "
+            f"adapters computes such a fusion with {_shown(theirs, theirs)}, but this has "
             f"{_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}

@@ -1,8 +1,8 @@
-"""AdapterHub's paths: from its keys to places in a model, and back.
+"""AdapterHub's paths: from its keys to places in a model and back.
 
 Its keys are paths of modules in transformers 4.57, with its own names for the modules that it adds
-to blocks. Reading finds a layer by its block number and role; a path that the model has is used
-unchanged. Writing supports the families that `adapters` supports.
+to blocks. Reading finds a layer by its block number and role; a path that exists in the model is
+used unchanged. Writing supports the families that `adapters` supports.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Layout:
     """The names that `adapters` gives to the places of one family.
 
     Attributes:
-        sublayers: kind to the name below the block; missing kinds have no adapters.
+        sublayers: kind → name below the block; missing kinds have no adapters.
         block: the path of block `{}` in transformers 4.57, if it differs from today's.
-        layers: role to the path below the block in 4.57, if it differs from today's.
-        swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
-            and `output_lora` for the first.
+        layers: role → path below the block in 4.57, if it differs from today's.
+        swapped: whether `intermediate_lora` means the last layer of the feed-forward part, and
+            `output_lora` the first.
         entry: path of the module with the entry's tensors, if not the model or its encoder.
-        locations: location to the one in its files, of tensors that the model keeps by location.
-        is_base: whether such a model has no base model in 4.57, even where it has one today.
+        locations: our location → the one in its files, for tensors that are kept by location.
+        is_base: whether such a model has no base model in 4.57, even if it has one today.
         crosses: whether layers of cross-attention have adapters.
     """
 
@@ -79,7 +79,7 @@ def _tower(name: str) -> Layout:
     return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
 
 
-# T5 numbers the sub-layers of a block, and their numbers are the names
+# T5 numbers the sub-layers of a block; the numbers are their names
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
 
@@ -130,7 +130,7 @@ def layout_of(info: ModelInfo) -> Layout:
 
 
 def prefix_of(info: ModelInfo) -> str:
-    """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
+    """Return the prefix of AdapterHub's paths in a model with a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
 
@@ -144,14 +144,14 @@ def to_location(info: ModelInfo, parameter: str) -> str:
 
 
 def from_location(layout: Layout, parameter: str) -> str:
-    """Return AdapterHub's key of one of our adapter-wide tensors; undoes `to_location`.
+    """Return AdapterHub's key of one of our adapter-wide tensors; the inverse of `to_location`.
 
     Raises:
         CheckpointError: the location has no name in such models.
     """
     location, dot, rest = parameter.partition(".")
     if location == "self_prefix" and location not in layout.locations and layout.locations:
-        raise inexpressible("AdapterHub has prefixes in both towers, this adapter in one")
+        raise inexpressible("AdapterHub has prefixes in both towers, this adapter only in one")
     return f"{layout.locations.get(location, location)}{dot}{rest}"
 
 
@@ -211,7 +211,7 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: there is none.
     """
     site, location, below = place.placement.site, place.placement.location, None
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
@@ -237,7 +237,7 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
             below = f"{module}.{container.below}".removeprefix(".")
     if block is None or below is None:
         raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
-    # the families with another path have one stack
+    # families with another path have one stack
     path = block.path if layout.block is None else layout.block.format(block.layer)
     return f"{path}.{below}"
 
@@ -246,8 +246,8 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
     """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:
-        info: of the model.
-        path: with or without the prefix of the base model.
+        info: the model's info.
+        path: the path, with or without the prefix of the base model.
     """
     prefix = prefix_of(info)
     inside = path.removeprefix(f"{prefix}.") if prefix else path
@@ -263,7 +263,7 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
         return None
     stacks = info.anatomy.stacks
     if len(stacks) > 1:
-        # the one whose words the path contains
+        # the block whose words the path contains
         words = {stack: {*stack.split(".")} for stack in stacks}
         shared = set.intersection(*words.values())
         before = {*inside[: match.start()].split(".")}
@@ -277,7 +277,7 @@ def find_sublayer(block: Block, rest: str) -> SubLayer | None:
     """Return the sub-layer of a block whose bottleneck has this path below the block."""
     kind = _KINDS.get(rest.rpartition(".")[2])
     if kind is None:
-        # the module that computes h is below the one that AdapterHub names
+        # the module that returns h is below the one that AdapterHub names
         root = f"{block.path}.{rest}"
         found = [s for s in block.sublayers if s.out == root or s.out.startswith(f"{root}.")]
         return found[0] if len(found) == 1 else None

@@ -1,7 +1,7 @@
 """PEFT's format: `adapter_config.json` with a `peft_type`, and `adapter_model.safetensors`.
 
 The head is in the same file, as `modules_to_save`. Older folders hold `adapter_model.bin`, a
-pickle, from which only tensors are read.
+pickle, of which only tensors are read.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def folder_bytes(
 ) -> dict[str, bytes]:
     """Return the files of PEFT's config and tensors.
 
-    PEFT has no counterparts of `meta_dict` and of the digest of the base model, and ignores the
-    metadata of the file.
+    PEFT has no counterparts of `meta_dict` and the base model's digest, and ignores the
+    file's metadata.
 
     Args:
-        config: of PEFT.
-        tensors: by PEFT's keys.
-        metadata: of the checkpoint.
+        config: PEFT's config.
+        tensors: the tensors, by PEFT's keys.
+        metadata: metadata of the checkpoint.
     """
     digest = metadata.get(DIGEST)
     beside = {
@@ -74,7 +74,7 @@ def _base(folder: Path) -> Base:
     """Return the base model that the config and the tensors' file describe.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: one of the two is damaged.
     """
     values = files.read_json(folder / CONFIG)
     return base_of({**values, **_beside(folder, files.BASE)}, _BASE_NAME, "revision")
@@ -94,7 +94,7 @@ formats.register("peft")(
 def decoded(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> Checkpoint:
-    """Return the adapter, and the head where there is one, of PEFT's config and tensors.
+    """Return the adapter, and the head if there is one, from PEFT's config and tensors.
 
     Raises:
         CheckpointError: the config has a setting that cannot be reproduced here, or the tensors
@@ -116,12 +116,12 @@ def meta_in(folder: Path) -> dict[str, Any]:
     """Return the `meta_dict` with which this library saved the folder.
 
     Raises:
-        CheckpointError: the file with the tensors is damaged.
+        CheckpointError: the tensor file is damaged.
     """
     return _beside(folder, files.META)
 
 
 def _beside(folder: Path, key: str) -> dict[str, Any]:
-    """Return an object that this library wrote into the metadata of the tensors' file."""
+    """Return an object that this library wrote into the metadata of the tensor file."""
     file = folder / _TENSORS
     return (files.read_metadata(file, key) if file.is_file() else None) or {}

@@ -1,8 +1,8 @@
 r"""Read an adapter from PEFT's config and tensors.
 
-The keys of the tensors name the layers; the config's patterns for these are paths in the class of
-models that PEFT was given, and may match nothing. What an adapter is comes from the config, by the
-table that also reads config objects. Loading makes an empty adapter of both, and compares it with
+The keys of the tensors name the layers; the config's patterns for these are paths in the model
+class that PEFT was given, and may match nothing. The kind of adapter comes from the config, by the
+table that also reads config objects. Loading builds an empty adapter from both and compares it with
 the file: tensors without a place in the adapter keep PEFT's keys.
 
 A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
@@ -10,14 +10,14 @@ here. Fields that only matter to PEFT's training, and fields that are off, are i
 the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`.
 
 Besides an adapter PEFT trains whole modules, rows of embeddings and biases. A copy of a module has
-the keys of the module itself, and so has a bias; rows are a tensor
+the keys of the module itself, and so does a bias; rows are a tensor
 `<embedding>.token_adapter.trainable_tokens_delta` in the order of the tokens in the config, or
-`<embedding>.trainable_tokens_delta` of a method that trains nothing else. That one repeats them for
+`<embedding>.trainable_tokens_delta` for a method that trains nothing else, which repeats them for
 every module that shares the table.
 
-For its field `target_parameters` PEFT wraps a module once for each of its parameters, in the order
-in which the module has them. The keys of the last parameter are those of the module, each earlier
-one has `base_layer` once more; no key has the parameter's name.
+For its field `target_parameters` PEFT wraps a module once for each of its parameters, in the
+module's order. The last parameter has the module's keys, and each earlier one has `base_layer` once
+more; no key has the parameter's name.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class FileConfig:
     """The facts in a PEFT config, checked.
 
     Attributes:
-        spelling: of the method.
-        fields: the fields of the method that are read.
-        patterns: by field: regular expressions to numbers.
+        spelling: the method's spelling.
+        fields: the fields of the method.
+        patterns: by field: regular expressions → numbers.
         task_type: PEFT's name of the task; None if unknown.
-        base_class: the class of the model, if PEFT did not know the task.
-        modules_to_save: ends of the names of modules that the file has whole.
-        target_parameters: ends of the names of parameters that it adapts.
-        trainable_token_indices: the tokens whose rows it has, as in the file.
+        base_class: the class of the model, if PEFT does not know the task.
+        modules_to_save: name endings of the modules that the file holds whole.
+        target_parameters: name endings of the parameters that it adapts.
+        trainable_token_indices: the tokens whose rows it holds, as in the file.
         bias: which biases it has.
         selection: the fields that select layers, unchecked.
     """
@@ -104,7 +104,7 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
     """Check a PEFT config and return its facts.
 
     Raises:
-        CheckpointError: there is no such method here, or a value is not legal or cannot be
+        CheckpointError: there is no such method here, or a value is invalid or cannot be
             reproduced.
     """
     types = sorted({spelling.peft_type for spelling in peft_readable()})
@@ -124,7 +124,7 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         known |= {*each.inert, *each.fixed, *each.fields}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
-            f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
+            f"{CONFIG} has unknown fields: {listing(unknown)}. They are ignored; "
             f"compare the outputs with those of PEFT.",
             stacklevel=2,
         )
@@ -171,13 +171,13 @@ class _ByLayer(Check):
 
 
 def _value(metadata: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
-    """Return the value of a field, checked; the default for none."""
+    """Return the checked value of a field, or its default."""
     value = metadata.get(name)
     if value is None:
         return default
     if not check.fits(check.convert(value)):
         raise CheckpointError(
-            f"{CONFIG} says {name}={short(value)}; legal is {check.legal}. If the tensors are "
+            f"{CONFIG} says {name}={short(value)}; it must be {check.legal}. If the tensors are "
             f"right, write {name!r}: {default} there; else copy the checkpoint again."
         )
     return value
@@ -187,12 +187,12 @@ _T = TypeVar("_T")
 
 
 def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
-    """Return the value of the first pattern that matches each path; leave out other paths.
+    """Return the value of the first pattern that matches each path; omit other paths.
 
     Args:
-        field: of the config, for messages.
-        patterns: PEFT's keys to values.
-        paths: of layers.
+        field: the config's field, for messages.
+        patterns: PEFT's keys → values.
+        paths: paths of layers.
 
     Raises:
         CheckpointError: a key is not a regular expression.
@@ -218,8 +218,8 @@ def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
 def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
     """Return a few keys that give paths their values, except for the default.
 
-    A key is the name of layers that all have one value, or a regular expression for the paths
-    that share it.
+    A key is a name of layers that all have the same value, or a regular expression for the
+    paths that share it.
     """
     names: dict[str, set[_T]] = {}
     for path, value in values.items():
@@ -236,14 +236,14 @@ def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
 
 
 def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
-    """Return the same as `by_name`, with names or whole paths as keys, for other readers."""
+    """Like `by_name`, with names or whole paths as keys, for other readers."""
     keys: dict[str, _T] = {}
     for key, value in by_name(values, default).items():
         if not key.startswith("^"):
             keys[key] = value
             continue
         for path in (p for p, v in values.items() if v == value and re.match(key, p)):
-            # the end of another path would name that one too
+            # would also match the end of another path
             longer = any(other.endswith(f".{path}") for other in values)
             keys[f"^{re.escape(path)}" if longer else path] = value
     return keys
@@ -257,7 +257,7 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
-"""PEFT's names of tasks → the classes of transformers for them, by type of model."""
+"""PEFT's names of tasks → transformers' classes for them, by model type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class Task:
     """The task class that an exported adapter belongs to.
 
     Attributes:
-        model_class: its name.
+        model_class: name of the class.
         task_type: PEFT's name of the task; None if it has none.
     """
 
@@ -274,14 +274,14 @@ class Task:
 
 
 def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
-    """Return the class of models that a file belongs to; None if it does not say that."""
+    """Return the class of models that a file belongs to; None if it does not say."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
     return next(classes_for(TASKS.get(peft_config.task_type, {}), info.model_type), None)
 
 
 def classes_for(mapping: Mapping[str, Any], model_type: str) -> Iterator[str]:
-    """Yield the classes of transformers for a task that a type of model has."""
+    """Yield the classes of transformers for a task of a model type."""
     found = mapping.get(model_type)
     yield from (found,) if isinstance(found, str) else found or ()
 
@@ -298,12 +298,12 @@ def task_of(model_class: str) -> str | None:
 
 _LOG = logging.getLogger(__name__)
 
-# PEFT's keys do not have the adapter's name, those of other tools do
+# PEFT's keys omit the adapter's name, those of other tools include it
 _NAME = "default"
-# ends of the keys of rows of an embedding, and of its table
+# endings of the keys of an embedding's rows, and of its table
 DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
 WRAPPED = "base_layer"
-# of placements → PEFT's fields
+# fields of placements → PEFT's fields
 FIELD_AT = {
     "modules_to_save": "modules_to_save",
     "token rows": "trainable_token_indices",
@@ -312,7 +312,7 @@ FIELD_AT = {
 }
 
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
-"""Our fields with numbers for some layers → the field with the number for all others."""
+"""Our fields with values for some layers → the field with the value for all others."""
 
 Layers = Mapping[str, PeftLayer]
 
@@ -320,10 +320,10 @@ Layers = Mapping[str, PeftLayer]
 def read_adapter(
     peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """Return config and tensors of the adapter, and all other tensors.
+    """Return the adapter's config and tensors, and all other tensors.
 
     Raises:
-        CheckpointError: an adapter is at a layer that cannot have one here; tensors are missing,
+        CheckpointError: an adapter is at a layer that cannot have one here; or tensors are missing
             or contradict each other or the config.
     """
     spelling = peft_config.spelling
@@ -347,18 +347,18 @@ def read_adapter(
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
         first = _fields_of_extras(extras, spelling, info.anatomy)
-        # the first config of a union has what concerns the whole model
+        # the first config of a union has the fields for the whole model
         others = {k: v for k, v in first.items() if k == "bias" and v != "all"}
         configs = [
             spelling.config.from_dict({**own, **member, **fields, **(others if number else first)})
             for number, member in enumerate(_members(peft_config, layers, info) or [{}])
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
-        # legal values depend on the widths of the sites
+        # the valid values depend on the widths of the sites
         all_placements(config, info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
-            f"the config of the file is not legal; nothing has been loaded. {error}"
+            f"the config of the file is invalid; nothing has been loaded. {error}"
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
@@ -395,12 +395,12 @@ def read_adapter(
 
 
 def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> None:
-    """Check that the layers that the config names have tensors, in each stack of which some have.
+    """Check that the layers named by the config have tensors, in each stack where some have.
 
-    The class of models that wrote the file may lack whole stacks, and layers outside of blocks.
+    The model class that wrote the file may lack whole stacks, and layers outside the blocks.
 
     Raises:
-        CheckpointError: a layer has none.
+        CheckpointError: a layer has no tensors.
     """
     names, excluded, numbers, patterns = (peft_config.selection[name] for name in _SELECTION)
     if not isinstance(names, str | list) or patterns:
@@ -434,16 +434,16 @@ def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> N
 def _sorted(
     peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
-    """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
+    """Return the file's tensors: of layers, adapter-wide, without a place here, and the rest.
 
-    Those of layers are by `Site.name`, those without a place by key, and others by key in the task
-    class.
+    Tensors of layers are by `Site.name`, those without a place by key, and the rest by key in the
+    task class.
     """
     spelling = peft_config.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
     others = {key for each in peft_readable() for key in each.shared.values()} - {*wide}
-    # the tensor names of other methods, and of other versions of this one
+    # tensor names of other methods, and of other versions of this one
     # norms are called `ln_1` too
     spelled = [s for s in peft_readable() if not s.of_norms]
     stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
@@ -474,7 +474,7 @@ def _sorted(
         module, depth = unwrapped(named) if modules else (named, 0)
         path = _here(module, {**sites, **modules}, info)
         own = adapted(module, modules.get(path or "", ()), peft_config.target_parameters)
-        # the keys of the last parameter are those of the module
+        # the last parameter has the module's own keys
         here = [layer_at(f"{module}.{parameter_of(s)}", s, True) for s in reversed(own)]
         if path in sites and not own:
             here = [layer_at(named, sites[path], False)]
@@ -520,7 +520,7 @@ def _weight(site: Site, info: ModelInfo) -> Tensor | None:
 
 
 def _ends(spelling: PeftSpelling) -> dict[str, str]:
-    """Return the ends of PEFT's keys to our parameters."""
+    """Return endings of PEFT's keys → our parameters."""
     tables = (spelling.tensors, spelling.embedding_tensors)
     return {end: ours for table in tables for ours, ends in table.items() for end in ends}
 
@@ -557,7 +557,7 @@ def _to_one_dtype(
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(f"the file has tensors of {wrong[0]}. Save it again in float32.")
     own, dtype = info.dtype, torch.float32
-    # widening is exact; PEFT too keeps other dtypes in float32 over half-precision layers
+    # widening is exact; PEFT also keeps other dtypes in float32 over half-precision layers
     if found == {own} or own is torch.float64:
         dtype = own
     elif torch.float64 in found:
@@ -617,13 +617,13 @@ def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -
 
 
 def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
-    """Return the value of a config field that selects some of all paths; None for none."""
+    """Return the value of a config field that selects these of all paths; None for none."""
     names = short_names(paths, everything)
     return exactly(paths) if names is None else list(names) or None
 
 
 def unwrapped(named: str) -> tuple[str, int]:
-    """Return the path of the module in a path with wrappers, and how many wrap it."""
+    """Return the module's path in a path with wrappers, and the number of wrappers."""
     outer = named.removesuffix("".join(re.findall(rf"(?:\.{WRAPPED})+$", named)))
     depth = (len(named) - len(outer)) // len(f".{WRAPPED}")
     return outer.replace(f".{WRAPPED}", ""), depth
@@ -648,12 +648,12 @@ def parameter_of(site: Site) -> str:
 
 @dataclass(slots=True)
 class Extras:
-    """What a file has besides its adapters, by paths in this model.
+    """The trained values in a file besides its adapters, by paths in this model.
 
     Attributes:
-        copies: of layers: path → name of a parameter → its value.
+        copies: copies of layers, as path → name of a parameter → its value.
         biases: path of a layer → its bias.
-        rows: path of an embedding → numbers of tokens in ascending order, and their rows.
+        rows: path of an embedding → token ids in ascending order, and their rows.
         kind: PEFT's value of `bias`.
     """
 
@@ -666,16 +666,16 @@ class Extras:
 def _read_extras(
     peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Extras, dict[str, Tensor]]:
-    """Return what is trained besides the adapters, and all other tensors.
+    """Return the values trained besides the adapters, and all other tensors.
 
     Args:
         peft_config: the config.
-        rest: all tensors but the adapter's, by key in the task class.
-        info: of the model to fill.
+        rest: all tensors except the adapter's, by key in the task class.
+        info: info of the model to fill.
 
     Raises:
         CheckpointError: the tokens in the config are not those of the rows, or modules that share
-            a table have rows of their own.
+            a table have different rows.
     """
     extras, left = Extras(), dict(rest)
     can = fields_for_extras(peft_config.spelling)
@@ -717,7 +717,7 @@ def _read_extras(
                     f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
                 )
     if extras.kind == "all" and (task := class_in(peft_config, info)) is not None:
-        # the file's class of models may lack layers, such as a pooler
+        # the file's model class may lack layers, such as a pooler
         there = {_here(path, sites, info) for path in info.modules(task)}
         for site in anatomy.biases:
             bias = None if site.path in there else base_tensor(site.path, "bias", info)
@@ -725,7 +725,7 @@ def _read_extras(
                 extras.biases.setdefault(site.path, bias.detach())
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
-            # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
+            # a resized vocabulary: PEFT saves the table, whose new rows are trained
             del left[key]
     tables_of_rows = {key for key in rest if key.endswith(delta) and key not in copies}
     for key in copies if peft_config.spelling.rows_field else ():
@@ -736,7 +736,7 @@ def _read_extras(
 
 
 def start_of_rows(spelling: PeftSpelling) -> str:
-    """Return what is between the path of an embedding and the name of its tensors."""
+    """Return the part between an embedding's path and the name of its tensors."""
     return "." if spelling.rows_field else ".token_adapter."
 
 
@@ -755,8 +755,8 @@ def is_saved(layer: str, names: Sequence[str]) -> bool:
     """Return whether a layer is in one of the modules, by PEFT's rule for names.
 
     Args:
-        layer: its path.
-        names: of modules.
+        layer: path of the layer.
+        names: names of modules.
     """
     return any(module.endswith(name) for module in around(layer) for name in names)
 
@@ -767,7 +767,7 @@ def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
 
 
 def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
-    """Return a copy of a layer's tensor in the dtype of the layer."""
+    """Return a copy of a layer's tensor in the layer's dtype."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
@@ -785,7 +785,7 @@ def _rows(
             f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
     own = base_tensor(site.path, "weight", info)
-    # only if that is exact
+    # only if this is exact
     if own is not None and torch.promote_types(own.dtype, rows.dtype) is own.dtype:
         rows = rows.to(own.dtype)
     order = sorted(range(len(given)), key=given.__getitem__)
@@ -803,7 +803,7 @@ def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> b
 
 
 def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) -> Fields:
-    """Return the fields of our config; `bias` is one of each config of a union."""
+    """Return the fields of our config; `bias` belongs to each config of a union."""
     found: Fields = {}
     if extras.copies:
         layers = [s.path for s in (*anatomy.others, *anatomy)]
@@ -832,11 +832,11 @@ def head_from(
 
     Args:
         peft_config: the config.
-        rest: all tensors but the adapter's, by key in the task class.
-        info: of the model to fill.
+        rest: all tensors except the adapter's, by key in the task class.
+        info: info of the model to fill.
 
     Raises:
-        CheckpointError: a weight of the base model was trained too, or the head has no equivalent.
+        CheckpointError: a weight of the base model was also trained, or the head has no equivalent.
     """
     head: dict[str, Tensor] = {}
     trained, own_output = [], False
@@ -852,7 +852,7 @@ def head_from(
         is_other = own is not None and not same_values(tensor, own)
         if own is None or is_own or (name in info.output and is_other):
             head[name] = tensor
-        # PEFT saves adapted embeddings too: ignore them if they equal the model's
+        # PEFT also saves adapted embeddings: ignore them if they equal the model's
         elif is_other:
             trained.append(key)
     if trained:
@@ -867,11 +867,11 @@ def head_from(
         kept = {key: info.tensor(key) for key in info.static_head if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
-    # PEFT's files have no labels: take those of the model
+    # PEFT's files have no labels: use the model's
     task = peft_config.task_type
     if peft_config.base_class is None and task not in TASKS:
         raise CheckpointError(
-            f"the file has a head of task_type={task!r}; known are {listing(TASKS)}. Write "
+            f"the file has a head of task_type={task!r}; known ones are {listing(TASKS)}. Write "
             f"{argument('with_head', False, 'load_adapter')}."
         )
     architecture = class_in(peft_config, info) or str(task)

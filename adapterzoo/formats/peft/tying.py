@@ -1,7 +1,7 @@
-"""Adapters of a table of tokens and of the layers tied to it: one here, one for each in PEFT.
+"""Adapters of a token table and the layers tied to it: one here, one for each in PEFT.
 
-With `ensure_weight_tying` PEFT writes the tensors of all of them. Those of a linear layer are those
-of the table transposed: the update B A of the table `[d, vocab]` is (B A)ᵀ = Aᵀ Bᵀ there.
+With `ensure_weight_tying` PEFT writes the tensors of all of them. A linear layer's tensors are the
+table's, transposed: the update B A of the table `[d, vocab]` is (B A)ᵀ = Aᵀ Bᵀ there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIELD = "ensure_weight_tying"
 
 
 def _ends(spelling: PeftSpelling) -> list[tuple[str, str, str]]:
-    """Return each parameter's end of keys at a table and at a layer, and its twin's at a table."""
+    """Return each parameter's key ending at a table and at a layer, and its twin's at a table."""
     at_table, at_layer = spelling.embedding_tensors, spelling.tensors
     pairs = spelling.transposes.items()
     return [(at_table[own][0], at_layer[own][0], at_table[other][0]) for own, other in pairs]
@@ -29,19 +29,19 @@ def without_twins(
     saved: Sequence[str],
     used: Mapping[str, bool],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file without those that repeat an adapter, or a copy, of the table.
+    """Return a file's tensors without those that repeat an adapter, or a copy, of the table.
 
     Args:
-        tensors: by key.
-        spelling: of the method.
+        tensors: the tensors, by key.
+        spelling: the method's spelling.
         saved: PEFT's `modules_to_save`.
-        used: whether the model uses a layer, by its path in the file, where it is known.
+        used: whether the model uses a layer, by its path in the file, if known.
     """
     found = dict(tensors)
     ends = _ends(spelling)
     first = ends[0][0] if ends else FIELD
     starts = [key.removesuffix(first) for key in tensors if key.endswith(first)]
-    # the first that the model uses has the adapter
+    # the first layer that the model uses has the adapter
     starts.sort(key=lambda start: not used.get(start.removesuffix("."), True))
     for start in starts[:1]:
         own = {end: tensors[start + end] for end, _, _ in ends}
@@ -64,11 +64,11 @@ def without_twins(
 
 
 def twin_of(table: Mapping[str, Tensor], spelling: PeftSpelling) -> dict[str, Tensor]:
-    """Return the tensors of a layer that is tied to a table, by the ends of their keys.
+    """Return the tensors of a layer that is tied to a table, by the endings of their keys.
 
     Args:
-        table: the tensors of its adapter.
-        spelling: of the method.
+        table: the tensors of the table's adapter.
+        spelling: the method's spelling.
     """
     return {
         spelling.tensors[own][0]: table[other].mT.contiguous()

@@ -1,6 +1,6 @@
 """Write an adapter as PEFT's config and tensors, exactly or not at all.
 
-`reading` says how PEFT keeps what is trained besides an adapter, and adapters of parameters.
+`reading` describes how PEFT stores values trained besides an adapter, and adapters of parameters.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from .reading import (
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
-# names that layers of heads have too: as ends of paths they would match these
+# names that layers of heads also have: as path endings they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
     summary vocab_projector vocab_transform
 """
 
 HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-"""PEFT's tasks whose adapters have a head of their own."""
+"""PEFT's tasks whose adapters have their own head."""
 
 
 def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, Tensor]]:
@@ -96,8 +96,8 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         # without a task, PEFT only adapts layers
         if task.task_type is None:
             raise inexpressible(
-                f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in "
-                f"a {task.model_class}"
+                f"PEFT has {spelling.peft_type} for models of its tasks ({listing(TASKS)}), not "
+                f"for a {task.model_class}"
             )
         if task.task_type in HEADED and not head:
             hints = argument("with_head", True), argument("format", "native")
@@ -138,11 +138,11 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     if not locations.isdisjoint((TIED, TIED_COPY)):
         if info.named_heads:
             raise inexpressible(
-                "PEFT ties an adapter of the table to the one output layer of a task class, and "
+                "PEFT ties an adapter of the table to the one output layer of a task class, but "
                 "this model has named heads"
             )
         fields[tying.FIELD] = True
-        # PEFT finds the table from these, whatever it is called
+        # PEFT finds the table by these, whatever its name
         fields["target_modules"] += [
             _path_in_task(path, modules, info, task)
             for path in (info.anatomy.tied if TIED in locations else ())
@@ -152,7 +152,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
     fields |= {**found, "modules_to_save": saved or None}
     if spelling.rows_field:
-        # not a field of this class; PEFT loads the tensors of a head without it
+        # not a field of this class; PEFT loads a head's tensors without it
         del fields["modules_to_save"]
     return fields, tensors
 
@@ -185,7 +185,7 @@ def _parts(
         methods = {first: peft_spellings[first]}
     if len(methods) > 1:
         raise inexpressible(
-            f"a file of PEFT has one architecture, and this one {listing(sorted(methods))}"
+            f"a file of PEFT has one architecture, but this one {listing(sorted(methods))}"
         )
     return next(iter(methods.values())), by_name, more
 
@@ -201,7 +201,7 @@ def _output(
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise inexpressible(
-            f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
+            f"at {name!r} {len(parts)} adapters are at parts of the layer ({roles}), but PEFT has "
             "one"
         )
     tensors = spelling.join(parts, lambda: base_tensor(name, "weight", info))
@@ -212,8 +212,8 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     """Return the fields of PEFT's config that depend on the layers.
 
     Args:
-        spelling: of the method.
-        layers: by path in the task class.
+        spelling: the method's spelling.
+        layers: the layers, by path in the task class.
     """
     found: Fields = {}
     if not layers:
@@ -237,7 +237,7 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
             found[pattern] = by_path(said, found[name])
         elif len(distinct := {*said.values()}) > 1:
             raise inexpressible(
-                f"layers differ in {name} ({listing(sorted(distinct))}), and PEFT has one value"
+                f"layers differ in {name} ({listing(sorted(distinct))}), but PEFT has one value"
             )
         else:
             found[name] = distinct.pop()
@@ -263,7 +263,7 @@ def _target_fields(
         field: {paths[name] for name in paths if among(layers[name].tensors)}
         for field, among in spelling.subsets.items()
     }
-    # PEFT compares the names of a subset with the ends of paths, even within words
+    # PEFT compares the names of a subset with path endings, even within words
     ends = [{path for path in whole if path.endswith(name)} for name in targets]
     if any(found & own and found - own for found in ends for own in chosen.values()):
         targets = whole
@@ -304,7 +304,7 @@ def _task_fields(
 def _path_in_task(
     path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
-    """Return the path in the task class of a layer that is at a path in the base model."""
+    """Return a layer's path in the task class from its path in the base model."""
     found = next((p for p in (info.whole(path), path) if p in modules), None)
     if found is None:
         raise inexpressible(
@@ -318,12 +318,12 @@ def _path_in_task(
 def _whole_modules(
     head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
 ) -> list[str]:
-    """Return the paths of the modules that a head consists of, each as far up as it is whole.
+    """Return the paths of a head's modules, each as high up as it is whole.
 
-    Tensors of the head in none of them must be the model's own, which a file need not have.
+    Tensors of the head outside them must equal the model's own, which a file need not hold.
 
     Raises:
-        CheckpointError: a tensor is in no whole module, and differs from the model's.
+        CheckpointError: a tensor is in no whole module and differs from the model's.
     """
     below: dict[str, set[str]] = {}
     for key in head:
@@ -343,18 +343,18 @@ def _whole_modules(
 
 
 def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
-    """Return whether a model has a tensor of the same values under this key."""
+    """Return whether a model has a tensor with the same values under this key."""
     own = info.tensor(key)
     return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
 def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
-    """Return whether an adapter is written as that of a parameter.
+    """Return whether an adapter is written as one of a parameter.
 
-    So is that of a layer whose name PEFT would take for a former layer of experts.
+    This includes a layer whose name PEFT would take for a former layer of experts.
 
     Raises:
-        CheckpointError: it must be, and PEFT has no such adapter of the method.
+        CheckpointError: it must be, but PEFT's method has no such adapter.
     """
     if site.is_of_attention:
         return False
@@ -370,11 +370,11 @@ def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
 
 
 def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int]:
-    """Return how many wrappers are around that of each adapted parameter, by `Site.name`.
+    """Return the number of wrappers around each adapted parameter's, by `Site.name`.
 
     Args:
-        sites: adapted ones.
-        order: the parameters of the model, in its order.
+        sites: the adapted sites.
+        order: the model's parameters, in its order.
     """
     place = {name: number for number, name in enumerate(order)}
     by_module: dict[str, list[str]] = {}
@@ -393,15 +393,15 @@ def _write_extras(
     task: Task,
     info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
-    """Return PEFT's fields and its tensors without the prefix.
+    """Return PEFT's fields, and its tensors without the prefix.
 
     Args:
-        places: what is trained besides the adapters, with its tensors by parameter.
-        spelling: of the method.
+        places: the places trained besides the adapters, with their tensors by parameter.
+        spelling: the method's spelling.
         adapted: paths of the adapted layers, here and in the task class.
-        modules: of the task class.
+        modules: modules of the task class.
         task: the class into which PEFT will load it.
-        info: of the model.
+        info: the model's info.
 
     Raises:
         CheckpointError: PEFT's method has no such field.
@@ -433,11 +433,11 @@ def _write_extras(
             tokens[key] = config["table"], path, list(config["tokens"])
             tensors[path + start_of_rows(spelling) + DELTA] = values["rows"]
             for layer in _sharing(place.path, modules, info) if spelling.rows_field else ():
-                # each has a tensor of its own in the file
+                # each has its own tensor in the file
                 tensors.setdefault(f"{layer}.{DELTA}", values["rows"].clone())
     if saved:
         names = short_names(saved, modules)
-        # PEFT compares ends even within words
+        # PEFT compares endings even within words
         others = [path for path in modules if path not in saved]
         if names is None or any(path.endswith(names) for path in others):
             names = tuple(sorted(saved))
@@ -460,7 +460,7 @@ def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo)
 
 
 def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
-    """Return the task class that an adapter is written for, and its head's tensors by key there.
+    """Return the task class for which an adapter is written, and its head's tensors by key there.
 
     Raises:
         CheckpointError: PEFT has no such head.

@@ -14,13 +14,13 @@ sub-layer's output, inp the residual stream before it, and s = h + inp:
 f and the four cases are in `layers.py`, the fields in `config.py`; `compacter.py` has other
 matrices, `invertible.py` a function of the embeddings.
 
-Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
-"post_add" holds in pre-LN blocks too, where it means the same as elsewhere; a `Stack` of parallel
-bottlenecks adds all of them, not the last.
+Differs from the papers: nothing. Differs from adapters: a seed gives each site its own values;
+"post_add" also holds in pre-LN blocks, with the same meaning; a `Stack` of parallel bottlenecks
+adds all of them, not the last.
 Cost per site: 2 · width · d_model + width + d_model parameters.
-Cannot do: configs that lose the model's own residual connection. Not the identity at first, except
-with "mam_adapter". Where h is still scaled or dropped out on its way to the sum, f acts before
-that.
+Cannot do: configs that lose the model's own residual connection. A new adapter is not the identity,
+except with "mam_adapter". If h is still scaled or dropped out on its way to the sum, f acts
+before that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
 @config_strings.register("par_bn", "parallel")
 @config_class
 class ParBnConfig(BnConfig):
-    """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at first."""
+    """He et al. 2021: a wide bottleneck, parallel to the feed-forward part; starts as identity."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -118,7 +118,7 @@ class AdapterPlusConfig(BnConfig):
 @config_strings.register("compacter")
 @config_class
 class CompacterConfig(BnConfig):
-    """Mahabadi et al. 2021: behind attention and behind the feed-forward part."""
+    """Mahabadi et al. 2021: after attention and after the feed-forward part."""
 
     mh_adapter: bool = True
     output_adapter: bool = True
@@ -130,7 +130,7 @@ class CompacterConfig(BnConfig):
 @config_strings.register("compacter++")
 @config_class
 class CompacterPlusPlusConfig(CompacterConfig):
-    """Mahabadi et al. 2021: behind the feed-forward part alone."""
+    """Mahabadi et al. 2021: after the feed-forward part only."""
 
     mh_adapter: bool = False
     original_ln_before: bool = True

@@ -8,18 +8,18 @@ Both matrices of the bottleneck of `bottleneck` are
 
 over n = `phm_dim` products, with Rᵢ `[n, n]` shared by all layers, Lᵢ `[d_in / n, rank]` and Tᵢ
 `[rank, d_out / n]`. H is never built. As x H = Σᵢ Rᵢᵀ X Lᵢ Tᵢ with X `[n, d_in / n]` the parts of
-x, the down projection multiplies each part by all Lᵢ at once, and then by all Rᵢ ⊗ Tᵢ; the up
-projection by all Rᵢ ⊗ Lᵢ, and then each part by all Tᵢ.
+x, the down projection multiplies each part by all Lᵢ at once and then by all Rᵢ ⊗ Tᵢ; the up
+projection multiplies by all Rᵢ ⊗ Lᵢ and then each part by all Tᵢ.
 
-Differs from the papers: nothing. Differs from adapters: `hypercomplex_nonlinearity` is how W is
-drawn, where adapters always draws glorot-normal; `learn_phm=False` freezes shared rules too; the
-width is at least phm_dim; shared W that are not factorized, and init_weights="mam_adapter" (T of
-the up projection zero), work. A seed gives each site values of its own. Not in PEFT.
+Differs from the papers: nothing. Differs from adapters: `hypercomplex_nonlinearity` chooses how W
+is drawn, which adapters always draws glorot-normal; `learn_phm=False` also freezes shared rules;
+the width is at least phm_dim; shared W without factors, and init_weights="mam_adapter" (T of the
+up projection zero), work. A seed gives each site its own values. Not in PEFT.
 Cost per site: 2 · rank · (d_model + width) + width + d_model parameters, and n³ numbers once for
 all layers. Per token n · rank · (d_model + n · width) multiplications for each projection, where
-a bottleneck has d_model · width. W that is not factorized, or of a rank above about width / n,
-costs n · d_model · width multiplications per call to build H, then those of a bottleneck: with as
-many numbers in W there is no cheaper product.
+a bottleneck has d_model · width. If W is not factorized, or its rank is above about width / n, it
+takes n · d_model · width multiplications per call to build H, then those of a bottleneck: with
+that many numbers in W there is no cheaper product.
 Cannot do: merging; init_weights="houlsby".
 """
 
@@ -38,11 +38,11 @@ from adapterzoo.methods._init import constant, drawn, normal, uniform
 
 
 class MatrixProduct(NamedTuple):
-    """x Mᵀ + b with M a product of matrices, some of which are repeated along a block diagonal.
+    """x Mᵀ + b with M a product of matrices, some repeated along a block diagonal.
 
     Attributes:
-        matrices: `[out, in]` each; the first is applied first.
-        blocks: how many equal parts of the features each is applied to; 1: to all features.
+        matrices: each `[out, in]`, in the order of application.
+        blocks: for each, the number of equal parts of the features that it multiplies.
         bias: `[d_out]`, or None.
     """
 
@@ -77,11 +77,11 @@ class HypercomplexProjection(nn.Module):
     def __init__(
         self, drawing: Drawing, part: Literal["down", "up"], d_in: int, d_out: int
     ) -> None:
-        """Make what the layer does not share; the bias starts as zero.
+        """Create the parameters that the layer does not share; the bias starts as zero.
 
         Args:
-            drawing: of its parameters.
-            part: the down or the up projection.
+            drawing: drawing of its parameters.
+            part: "down" or "up".
             d_in: input width.
             d_out: output width.
         """
@@ -97,7 +97,7 @@ class HypercomplexProjection(nn.Module):
         products = self.n * config.phm_rank * (wide + self.n * narrow)
         self.is_low_rank = config.factorized_phm_W and products < d_in * d_out
         if not self.shares_rule:
-            # the peer's deviations: those of a shared rule are a field
+            # the peer's deviations; for a shared rule they are a field
             drawing.rule(self, 0.01, 0.01)
         if not self.shares_w:
             drawing.w(self, own_w, d_in, d_out, is_up=part == "up")
@@ -110,11 +110,11 @@ class HypercomplexProjection(nn.Module):
         """Return the module that all layers share: R, and W as `W_down` and `W_up`.
 
         Args:
-            drawing: of the parameters.
-            widths: all pairs of d_model and bottleneck width of the layers.
+            drawing: drawing of the parameters.
+            widths: all pairs (d_model, bottleneck width) of the layers.
 
         Raises:
-            ConfigError: layers of several widths cannot share.
+            ConfigError: layers of different widths cannot share.
         """
         made, config = nn.Module(), drawing.config
         if config.shared_phm_rule:
@@ -137,7 +137,7 @@ class HypercomplexProjection(nn.Module):
 
         Args:
             shared: from `shared`; None if layers share nothing.
-            device: of the input.
+            device: device of the input.
         """
         w = held(shared if self.shares_w else self, self.w_names)
         w = tuple(t.to(device) for t in w)
@@ -149,7 +149,7 @@ class HypercomplexProjection(nn.Module):
             return MatrixProduct((h.reshape(self.d_out, self.d_in),), (1,), bias)
         left, right = w
         n, rank = self.n, left.shape[2]
-        # the rule goes to the narrower side
+        # apply the rule on the narrower side
         if self.d_in >= self.d_out:
             first = left.transpose(1, 2).reshape(n * rank, -1)  # [n · rank, d_in / n]
             last = torch.einsum("iac,ikd->cdaik", rule, right).reshape(self.d_out, -1)
@@ -165,13 +165,13 @@ class HypercomplexProjection(nn.Module):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws R and W, and registers them in modules.
+    """Initializer that draws R and W, and registers them in modules.
 
     Attributes:
         config: a `BnConfig`.
-        source: of random numbers.
-        device: of the parameters.
-        dtype: of the parameters.
+        source: source of random numbers.
+        device: device for the parameters.
+        dtype: dtype of the parameters.
     """
 
     config: Any
@@ -180,7 +180,7 @@ class Drawing:
     dtype: torch.dtype
 
     def rule(self, module: nn.Module, std: float, bound: float) -> None:
-        """Draw R from a normal or uniform distribution; it is a buffer if it is not trained."""
+        """Draw R from a normal or uniform distribution; it is a buffer unless it is trained."""
         n, is_normal = self.config.phm_dim, self.config.phm_c_init == "normal"
         fill = normal(std, self.source) if is_normal else uniform(bound, self.source)
         factorized = self.config.factorized_phm_rule
@@ -205,7 +205,7 @@ class Drawing:
             module.register_parameter(name, drawn(shape, fill, self.device, self.dtype))
 
     def _fill(self, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        # Glorot & Bengio 2010, eq. 16, of each of the n matrices
+        # Glorot & Bengio 2010, eq. 16, for each of the n matrices
         std = (2.0 / (shape[1] + shape[2])) ** 0.5
         return {
             "glorot-uniform": uniform(3.0**0.5 * std, self.source),
@@ -233,7 +233,7 @@ def check_widths(config: Any, d_in: int, d_out: int) -> None:
     """Check that a matrix consists of phm_dim × phm_dim parts.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not divide the widths.
     """
     n = config.phm_dim
     for width in (d_in, d_out):

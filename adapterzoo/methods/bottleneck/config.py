@@ -1,6 +1,6 @@
 """The config of bottlenecks, of Compacter and of invertible bottlenecks.
 
-The fields are those of AdapterHub's `adapters` 1.3, `convention`, `site_convention` and `dtype`.
+The fields are those of AdapterHub's `adapters` 1.3, and `convention`, `site_convention`, `dtype`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Reduction(Check):
         return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
 
     def nearest(self, value: object, default: object) -> object:
-        """Return an example of the same kind."""
+        """Return an example of a valid value of the same kind."""
         return {"0": 8, "default": 16} if isinstance(value, Mapping) and value else 16
 
 
@@ -96,40 +96,40 @@ class BnConfig(ConfigWithCopies):
         mh_adapter: adapters after self-attention.
         output_adapter: adapters after the feed-forward part.
         reduction_factor: the width is d_model // reduction_factor, at least 1; a number above 0,
-            or a mapping from layer number to such numbers, with "default" for the others.
+            or a mapping from layer number to such numbers, with "default" for all others.
         non_linearity: name of the activation, see `adapterzoo.activations`.
         original_ln_before: the bottleneck reads LN(s), or s in pre-LN blocks, instead of h.
         original_ln_after: inp is added and LN applied after the bottleneck.
         ln_before: a new layer norm before the bottleneck.
         ln_after: a new layer norm after it.
         init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
-            "houlsby": N(0, 0.01) cut off at two deviations. With `phm_layer` "bert" leaves the
-            drawing to the fields of Compacter, and "houlsby" is not legal.
+            "houlsby": N(0, 0.01) cut off at two deviations. With `phm_layer`, "bert" leaves the
+                initialization to the fields of Compacter, and "houlsby" is invalid.
         init_weights_seed: makes the initial values reproducible; they differ from site to site.
         is_parallel: the bottleneck reads inp, and its result is added to h.
         scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
             learned one per feature.
         use_gating: a learned gate, one number per sequence, on the result.
-        convention: of the gate. "paper": the mean over the real tokens of the prompt;
+        convention: convention of the gate. "paper": the mean over the real tokens of the prompt;
             "adapterhub": over all tokens of the call, padding included.
         residual_before_ln: what the result is added to when `original_ln_before`: True: h;
             "post_add": s; False: what the bottleneck reads.
         adapter_residual_before_ln: the norm of `ln_after` encloses that addition.
-        inv_adapter: "nice" for an invertible function of the embeddings, whose inverse acts in
-            front of the logits, see `bottleneck.invertible`; None for none.
+        inv_adapter: "nice" for an invertible function of the embeddings, whose inverse acts before
+            the logits, see `bottleneck.invertible`; None for none.
         inv_adapter_reduction_factor: the width of that function's layers is
             (d_model / 2) // inv_adapter_reduction_factor.
         cross_adapter: adapters after cross-attention.
-        mixers: where a block has a state-space model, recurrence or convolution instead of
-            attention, `mh_adapter` means that; and a block with one such part alone has an adapter
-            there, whichever of the two is true.
-        leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
+        mixers: in a block with a state-space model, recurrence or convolution instead of
+            attention, `mh_adapter` applies to that; and a block with only one such part has an
+            adapter there if either of the two fields is true.
+        leave_out: numbers of blocks without adapters; encoder blocks come first.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
         site_convention: "paper"; or a model type for which `adapters` puts bottlenecks elsewhere
             than it documents (`bottleneck.places`), for files that it wrote.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
         phm_layer: whether the two matrices of a bottleneck are sums of Kronecker products.
         phm_dim: n, the number of products; it divides d_model and the bottleneck's width.
         factorized_phm_W: Wᵢ is a product of two matrices of rank `phm_rank`.
@@ -199,7 +199,7 @@ class BnConfig(ConfigWithCopies):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or not together with the others.
+            ConfigError: a value is invalid, or does not go with the others.
         """
         super().__post_init__()
         parallel, reads_sum = self.is_parallel, self.original_ln_before
@@ -227,7 +227,7 @@ class BnConfig(ConfigWithCopies):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The widths, unless Kronecker products make up the matrices."""
+        """The fields of widths, unless the matrices are Kronecker products."""
         widths = {"inv_adapter_reduction_factor", "reduction_factor"}
         return frozenset(widths - ({"reduction_factor"} if self.phm_layer else set()))
 
@@ -297,7 +297,7 @@ class BnConfig(ConfigWithCopies):
             factors, factor = factor, factor.get(str(layer), factor.get("default", 0))
             if not factor:
                 raise MissingEntryError(
-                    f"{type(self).__name__}: block {layer} has no number. Write "
+                    f"{type(self).__name__}: no entry for block {layer}. Write "
                     f"reduction_factor={ {**factors, 'default': 16}!r}."
                 )
         width = d_model // factor
@@ -328,7 +328,7 @@ class BnConfig(ConfigWithCopies):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """Return the shared modules: "invertible" and "phm", if there are such."""
+        """Return the shared modules, "invertible" and "phm", if there are any."""
         parts = SharedModules() if self.inv_adapter is None else InvertibleModules()
         if self.inv_adapter is not None:
             width = next(p.site.d_in for p in placements if p.site.kind == "entry")

@@ -1,4 +1,4 @@
-"""Bottlenecks in AdapterHub's files, those of adapter-transformers included."""
+"""Bottlenecks in AdapterHub's files, including those of adapter-transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIELDS = same(
         if "ours" not in f.metadata and f.name not in _OURS
     )
 )
-# without a meaning since adapter-transformers 2.0
+# without meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
               "Output_Adapter": "output_adapter"}  # fmt: skip
@@ -39,7 +39,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     nested = fields.pop("invertible_adapter", None)
     if isinstance(nested, Mapping):
         fields |= {ours: nested.get(theirs) for ours, theirs in _NESTED.items()}
-    # in old files task adapters name invertible adapters that they do not have
+    # in old files, task adapters name invertible adapters that they do not have
     if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
         fields |= dict.fromkeys(_NESTED)
     if fields.get("is_parallel") and "stochastic_depth" in fields:
@@ -104,7 +104,7 @@ _SHARED = Container(
     prefix="phm.",
 )
 
-# --- what adapters 1.3 computes otherwise than its documentation says, seen in its sources ---
+# --- where adapters 1.3 computes something other than it documents, from its sources ---
 
 
 def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
@@ -113,7 +113,7 @@ def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
     row = PLACES.get(model_type)
     changes: Fields = {"site_convention": site_convention_in(model_type, values)}
     if row is not None and row.entry == "none":
-        # in such a model the fields make nothing
+        # in such a model the fields have no effect
         changes |= dict.fromkeys(_NESTED)
     return config.replace(**changes)
 
@@ -134,7 +134,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
-        # one after the attention and one after the feed-forward layer are one adapter there
+        # one after the attention and one after the feed-forward layer are a single adapter there
         joins=lambda one, other: all(one[n] != other[n] for n in ("mh_adapter", "output_adapter")),
         convention=_convention,
         fusion=lambda config: {"adds_input": bool(config.to_dict()["is_parallel"])},

@@ -12,7 +12,7 @@ bottlenecks in the blocks, which do not change (`bottleneck`).
 
 Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, with their
 inverses in the opposite order, while adapters uses only the first; each row of a batch has its own.
-As in adapters, the head of a task class of transformers does not get the inverse, and in an
+As in adapters, a head of a task class of transformers does not get the inverse, and in an
 encoder-decoder the function acts in the encoder.
 Cost: 2 · width · (d_model + 1) + d_model parameters, once for all layers, where width is
 (d_model / 2) // inv_adapter_reduction_factor.
@@ -42,7 +42,7 @@ class NiceBlock(nn.Module):
 
     Attributes:
         F: W₁, b₁ as "0" and W₂, b₂ as "2".
-        G: the same.
+        G: the same for G.
     """
 
     def __init__(self, config: Any, d: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -51,11 +51,11 @@ class NiceBlock(nn.Module):
         Args:
             config: a `BnConfig`.
             d: input width of the first block.
-            device: of the parameters.
-            dtype: of the parameters, if the config has none.
+            device: device for the parameters.
+            dtype: dtype of the parameters, if the config has none.
 
         Raises:
-            ConfigError: the width is odd, or nothing is left of half of it.
+            ConfigError: the width is odd, or half of it is too small.
         """
         super().__init__()
         half, factor = d // 2, config.inv_adapter_reduction_factor or 1
@@ -104,7 +104,7 @@ class NiceBlock(nn.Module):
 
 
 class InvertibleModules(SharedModules):
-    """Shared modules with an invertible function; as a module it is this function."""
+    """Shared modules with an invertible function; called as a module, they compute it."""
 
     container = "invertible_adapters"
 
@@ -114,12 +114,12 @@ class InvertibleModules(SharedModules):
 
 
 class NiceAdapter(InvertibleAdapter, FusibleAdapter):
-    """The function at the input of the first block; its parameters are shared with the head."""
+    """The function at the first block's input; it shares its parameters with the head."""
 
     container = InvertibleModules.container
 
     def __init__(self, *, is_unscaled: bool) -> None:
-        """Keep whether the function reads the output of a table without its scale."""
+        """Store whether the function reads a table's output without its scale."""
         super().__init__()
         self.is_unscaled = is_unscaled
 
@@ -135,7 +135,7 @@ class NiceAdapter(InvertibleAdapter, FusibleAdapter):
         return self._applied(y, base) if instead is None else y + instead(y).to(y.dtype)
 
     def _applied(self, y: Tensor, base: BaseLayer) -> Tensor:
-        # a module, so that a user's hooks run
+        # called as a module, so that a user's hooks run
         function = base.shared(self)
         if self.is_unscaled:
             return cast("Tensor", base.scale * function(y / base.scale))

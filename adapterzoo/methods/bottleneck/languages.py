@@ -1,13 +1,13 @@
-"""A base model without its language adapters: how `adapters` runs X-MOD under any adapter.
+"""A base model without its language adapters: how `adapters` runs X-MOD with any adapter.
 
 `adapters` 1.3 deletes the language adapters of X-MOD. With s the stream that they would read, a
-block continues with LN(s), LN being the norm in front of them (`adapter_layer_norm`, or the one
+block continues with LN(s), where LN is the norm before them (`adapter_layer_norm`, or the one
 that the block reuses). In `ConfigUnion(config, NoLanguageAdaptersConfig())` the other config is an
-adapter of that base model. Bottlenecks behind the feed-forward part leave the language adapters out
-themselves, with `site_convention="xmod"`; `leave_out` names their blocks.
+adapter of that base model. With `site_convention="xmod"`, bottlenecks after the feed-forward part
+skip the language adapters themselves; `leave_out` names their blocks.
 
 Differs from the paper (Pfeiffer et al. 2022, arXiv:2205.06266): there each language's adapter acts.
-Differs from PEFT: it has no such thing. Differs from adapters: the model keeps its language
+Differs from PEFT: it has no such method. Differs from adapters: the model keeps its language
 adapters, which act again without this adapter, and in other rows of a batch.
 Cost per site: no parameters; one norm instead of a language adapter.
 """
@@ -36,11 +36,11 @@ def check_languages(anatomy: Anatomy, asked: str) -> None:
     """Check that the model has language adapters.
 
     Args:
-        anatomy: of the model.
-        asked: what needs them.
+        anatomy: the model's anatomy.
+        asked: the caller that needs them, for the message.
 
     Raises:
-        SiteError: it has none.
+        SiteError: the model has none.
     """
     if not any(block.languages for block in anatomy.blocks):
         raise SiteError(
@@ -50,10 +50,10 @@ def check_languages(anatomy: Anatomy, asked: str) -> None:
 
 
 def norm_of(path: str, base: BaseLayer) -> Callable[[Tensor], Tensor]:
-    """Return LN, the norm that the model has in front of its language adapters.
+    """Return LN, the norm before the model's language adapters.
 
     Args:
-        path: of the module that ends in them.
+        path: path of the module that ends with them.
         base: the layer, in a call.
     """
     module: Any = base.part(path)
@@ -67,7 +67,7 @@ def norm_of(path: str, base: BaseLayer) -> Callable[[Tensor], Tensor]:
 
 
 def _added(configs: Sequence[AdapterConfig], anatomy: Anatomy) -> AdapterConfig | None:
-    """Return what `adapters` does in the blocks in which no bottleneck does it."""
+    """Return the config for the blocks where no bottleneck skips the language adapters."""
     sites = {p.site.path for config in configs for p in config.placements(anatomy)}
     blocks = [block for block in anatomy.blocks if block.languages]
     if all(block.languages in sites for block in blocks):
@@ -83,7 +83,7 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     )
 
 
-# without a config string: it is not a method by itself
+# no config string: it is not a method on its own
 @architectures.register("no_language_adapters")
 @spelled(_adapterhub)
 @config_class
@@ -91,7 +91,7 @@ class NoLanguageAdaptersConfig(AdapterConfig):
     """Config of a base model without its language adapters.
 
     Attributes:
-        leave_out: numbers of blocks that keep theirs, or that lose them by a bottleneck with
+        leave_out: numbers of blocks that keep theirs, or skip them by a bottleneck with
             `site_convention="xmod"`.
     """
 
@@ -101,7 +101,7 @@ class NoLanguageAdaptersConfig(AdapterConfig):
     leave_out: tuple[int, ...] = field((), Layers())
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return the places of the language adapters, block after block."""
+        """Return the sites of the language adapters, block after block."""
         check_languages(anatomy, type(self).__name__)
         blocks = [b for b in anatomy.blocks if b.languages and b.layer not in self.leave_out]
         if not blocks:
@@ -129,7 +129,7 @@ class NoLanguageAdapters(LanguageFreeAdapter):
     joining = JOINING
 
     def __init__(self, path: str) -> None:
-        """Keep the path of the module that ends in language adapters."""
+        """Store the path of the module that ends with language adapters."""
         super().__init__()
         self.path = path
 

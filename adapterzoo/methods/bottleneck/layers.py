@@ -32,16 +32,16 @@ class BottleneckLayer(FusibleAdapter):
     """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
 
     Attributes:
-        adapter_down: the norm of `ln_before` if there is one, then the down projection.
+        adapter_down: the norm of `ln_before`, if any, then the down projection.
         adapter_up: the up projection.
         shares: whether layers share tensors of the projections.
         adapter_norm_after: the norm of `ln_after`, or None.
-        gate: of `use_gating`, or None.
+        gate: gate of `use_gating`, or None.
         scaling: a number, or a parameter of shape `[1]` or `[d_model]`.
-        reads_normed: whether there is such a norm in `adapter_down`.
-        down_name: of the projection in `adapter_down`.
-        is_plain: whether the projections are matrices, and nothing but a number stands between the
-            second and the sum.
+        reads_normed: whether `adapter_down` has such a norm.
+        down_name: name of the projection in `adapter_down`.
+        is_plain: whether the projections are matrices, and at most a number is multiplied between
+            the second and the sum.
         drops: whether training drops anything.
     """
 
@@ -54,13 +54,13 @@ class BottleneckLayer(FusibleAdapter):
 
         Args:
             config: a `BnConfig`.
-            site: gives block number and width.
-            device: of the parameters.
-            dtype: of the layer.
+            site: the site, with block number and width.
+            device: device for the parameters.
+            dtype: the layer's dtype.
         """
         super().__init__()
         dtype = dtype_named(config.dtype, dtype)
-        # forwards do not read the config: torch.compile would make a graph for each config class
+        # forwards do not read the config: torch.compile would compile a graph for each config class
         self.config = config
         self.activation = activation(config.non_linearity)
         self.non_linearity = str(config.non_linearity or "linear").lower()
@@ -98,14 +98,14 @@ class BottleneckLayer(FusibleAdapter):
             self.scaling = self.factor = float(config.scaling)
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
-        """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        """Return the adapted module. `x` is its input; the result is `[*batch, d_model]`."""
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, instead))
         return self.changed(x, base(x), base, instead)
 
     @property
     def row_options(self) -> Hashable | None:
-        """Options of the place, φ and dropouts; None with Kronecker products, a gate or norm after.
+        """Options: place, φ and dropouts; None with Kronecker products, a gate, or a norm after it.
 
         A norm before is allowed.
         """
@@ -125,7 +125,7 @@ class BottleneckLayer(FusibleAdapter):
     def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
         """Return the matrices, scaling and s · b_up, and the values of the norm if there is one.
 
-        A learned scaling becomes a part of W_up.
+        A learned scaling is folded into W_up.
         """
         down, up = getattr(self.adapter_down, self.down_name), cast("Any", self.adapter_up)
         weight = up.weight
@@ -157,7 +157,7 @@ class BottleneckLayer(FusibleAdapter):
         x = x.to(down.dtype)
         if self.reads_normed:
             norm = cast("nn.LayerNorm", self.adapter_down[0])
-            # inf and NaN of rows without an adapter would reach its gradient
+            # inf and NaN of rows without an adapter would reach their gradient
             x = groups.restored(x, torch.zeros_like(x))
             x = layer_norm(x, norm.normalized_shape, eps=norm.eps)
             x = x * groups.features(stacks["norm"], dim)
@@ -178,14 +178,14 @@ class BottleneckLayer(FusibleAdapter):
             x: the module's input.
             y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
             base: the module.
-            instead: replaces f.
+            instead: a function that replaces f; None: f itself.
         """
 
     def transformed(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
 
         Args:
-            x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
+            x: the bottleneck's input, `[*batch, d_model]`; both results have its shape.
             base: the module.
         """
         down: Any = getattr(self.adapter_down, self.down_name)
@@ -207,15 +207,15 @@ class BottleneckLayer(FusibleAdapter):
 
         Args:
             x: the bottleneck's input, `[*batch, d_model]`.
-            to: the tensor that the result is added to, same shape; determines the dtype.
+            to: the tensor to which the result is added, same shape; determines the dtype.
             base: the module.
-            instead: replaces f.
+            instead: a function that replaces f; None: f itself.
         """
         if instead is not None:
             return to + instead(x).to(to.dtype)
         if self.is_plain and not (self.drops and self.training):
             inside, up = self.adapter_down, cast("Affine", self.adapter_up)
-            # by name: several times as fast as by number
+            # access by name: several times as fast as by number
             down, weight = getattr(inside, self.down_name), up.weight
             if self.reads_normed:
                 x = inside[0](x.to(weight.dtype))
@@ -301,9 +301,9 @@ class ParallelBottleneck(BottleneckLayer):
 
 
 class StreamBottleneck(BottleneckLayer):
-    """h ← h + f(h + inp): changes h so that the stream after the sub-layer changes.
+    """h ← h + f(h + inp): changes h so that f is added to the stream after the sub-layer.
 
-    With `residual_before_ln` other than True the result is added to s, and without
+    Unless `residual_before_ln` is True the result is added to s, and without
     `original_ln_after` inp is not added to it again.
     """
 
@@ -323,7 +323,7 @@ class StreamBottleneck(BottleneckLayer):
 
 
 class NormBottleneck(BottleneckLayer):
-    """LN(s) ← LN(s + f(LN(s))), or as the other values of `residual_before_ln` define it."""
+    """LN(s) ← LN(s + f(LN(s))), or as defined by other values of `residual_before_ln`."""
 
     acts_on: ClassVar[str] = "input"
 
@@ -343,10 +343,10 @@ class NormBottleneck(BottleneckLayer):
 
 
 class PlacedBottleneck(BottleneckLayer):
-    """R in the place of h, with h, inp, n and R of `places`."""
+    """R in place of h, with h, inp, n and R of `places`."""
 
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the parameters, and keep the place."""
+        """Create the parameters, and store the place."""
         super().__init__(config, site, device, dtype)
         reads_sum = config.original_ln_before and not config.is_parallel
         self.norm = site.norm if reads_sum else None
@@ -356,7 +356,7 @@ class PlacedBottleneck(BottleneckLayer):
 
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
-        # 1.0 where a config of the model has no such parameter
+        # 1.0 if a config of the model has no such parameter
         factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
         h, inp = factor * y, base.residual
         if self.is_swapped:
@@ -369,7 +369,7 @@ class PlacedBottleneck(BottleneckLayer):
             # the model adds its own inp, which is h here
             r = r + (inp - h)
         if isinstance(factor, Tensor):
-            # nothing that a layer returns reaches a feature that the model multiplies by 0
+            # the layer's output cannot affect a feature that the model multiplies by 0
             r = r / torch.where(factor == 0, 1.0, factor)
         return r.to(y.dtype)
 
@@ -380,11 +380,11 @@ class PlacedBottleneck(BottleneckLayer):
 
         Args:
             h: see `places`.
-            inp: see there.
+            inp: see `places`.
             s: h + inp.
-            norm: LN; None for none.
+            norm: LN, or None.
             base: the module.
-            instead: replaces f.
+            instead: a function that replaces f; None: f itself.
         """
         n = inp if self.is_parallel else h
         to = h
@@ -395,16 +395,16 @@ class PlacedBottleneck(BottleneckLayer):
 
 
 class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
-    """LN(R + inp), or R without `original_ln_after`, in the place of language adapters.
+    """LN(R + inp), or R without `original_ln_after`, in place of language adapters.
 
-    Before a later adapter of a stack R takes the place of h, as in `adapters`, where the last
+    If a later adapter of a stack follows, R replaces h, as in `adapters`, where the last
     adapter decides about the norm.
     """
 
     joining = JOINING
 
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the parameters, and keep the place."""
+        """Create the parameters, and store the place."""
         super().__init__(config, site, device, dtype)
         self.path, self.reads_call = site.path, True
 

@@ -1,12 +1,12 @@
 """Where bottlenecks act: sub-layers of a block, as documented or as `adapters` 1.3 places them.
 
-`site_convention` of a config names a row of `PLACES`: a type of models in which `adapters` puts
-bottlenecks elsewhere than it documents. Paths are below a block, except `entry`. With h the output
-of the adapted module and inp the first input of another, `adapters` computes
+`site_convention` of a config names a row of `PLACES`: a model type in which `adapters` puts
+bottlenecks elsewhere than it documents. Paths are relative to a block, except `entry`. With h the
+output of the adapted module and inp the first input of another, `adapters` computes
 
     n = h, or LN(h + inp), or with is_parallel inp        R = f(n) + (h, h + inp or n)
 
-and R takes the place of h. A row says which modules these are.
+and R replaces h. A row says which modules these are.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LOCATIONS: Mapping[SubLayerKind, str] = {
     "cross": "cross_adapter",
     "mlp": "output_adapter",
 }
-"""The kind of a sub-layer to the field of a bottleneck's config."""
+"""Kind of a sub-layer → field of a bottleneck's config."""
 
-# sub-layer → the role of a layer that shows that a block has it, and whether in cross-attention
+# sub-layer → role of a layer that shows its presence in a block, and whether in cross-attention
 _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
     "attention": ("attention_out", False),
     "mixer": ("mixer_out", None),
@@ -51,15 +51,15 @@ def sublayers(
     """Return the sub-layers of the wanted kinds, block after block, each with its block.
 
     Args:
-        anatomy: of the model.
+        anatomy: the model's anatomy.
         wanted: kind → the field that requests it.
         leave_out: numbers of blocks to skip.
-        config: its name, for messages.
-        everywhere: whether a block with one sub-layer alone, such as Mamba's, has an adapter
-            there, whichever kind is wanted.
+        config: name of the config, for messages.
+        everywhere: whether a block with only one sub-layer, such as Mamba's, has an adapter there
+            for any wanted kind.
 
     Raises:
-        SiteError: it is unknown where a sub-layer meets the residual stream, or no block has one.
+        SiteError: it is unknown where a sub-layer joins the residual stream, or no block has one.
     """
     check_blocks(anatomy, config)
     blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
@@ -68,7 +68,7 @@ def sublayers(
     for block in blocks:
         here = {sub.kind for sub in block.sublayers}
         for kind, name in wanted.items():
-            # a mixer beside attention, as Falcon-H1 has it, is a part of the same sub-layer
+            # a mixer next to attention, as in Falcon-H1, is part of the same sub-layer
             beside = kind == "mixer" and block.has("attention_out")
             if kind not in here and not beside and block.has(*_SIGN[kind]):
                 raise SiteError(
@@ -92,14 +92,14 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
     """Return the site of a sub-layer's adapter.
 
     Args:
-        block: of the sub-layer.
+        block: block of the sub-layer.
         sub: the sub-layer.
-        kind: "output" for the module that makes h, "norm" for the norm after the addition,
+        kind: "output" for the module that returns h, "norm" for the norm after the addition,
             "block" for the block's output.
         captures: whether the adapter needs the residual stream before the sub-layer.
 
     Raises:
-        SiteError: the sub-layer reads more features than the stream has.
+        SiteError: the sub-layer reads another number of features than the stream has.
     """
     path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
     role, width = _SIGN[sub.kind][0], block.d_model
@@ -110,7 +110,7 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
     reads = next((site.d_in for site in block.sites if site.path == sub.source), width)
     if captures and reads != width:
         raise SiteError(
-            f"{sub.source!r} reads {reads} features, and the residual stream has {width} "
+            f"{sub.source!r} reads {reads} features, but the residual stream has {width} "
             f"({block.note}). Write {LOCATIONS[sub.kind]}=False, or LoRAConfig()."
         )
     return Site(
@@ -156,18 +156,18 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """The modules at which a bottleneck is inserted; those left empty are the documented ones.
+    """The modules where a bottleneck is inserted; empty fields mean the documented ones.
 
     Attributes:
         out: the module whose output is h.
         inp: the module whose first input is inp.
         also: a module whose first input is added to inp.
-        norm: LN; "last:" in front means that of the last block, in all blocks. Empty: none.
-        factor: a parameter of the block by which the model multiplies h, before the bottleneck.
-            Features whose factor is exactly 0 stay those of the base model.
+        norm: LN; a leading "last:" means that of the last block, in all blocks. Empty: none.
+        factor: a parameter of the block that the model multiplies h by, before the bottleneck.
+            Features whose factor is exactly 0 stay as in the base model.
         swapped: whether h and inp are exchanged.
-        languages: whether it is the place of the block's language adapters, which do not act
-            (`languages`). LN is the norm in front of them.
+        languages: whether this is the place of the block's language adapters, which do not act
+            (`languages`). LN is the norm before them.
     """
 
     out: str = ""
@@ -179,16 +179,16 @@ class Insertion:
     languages: bool = False
 
     def differs(self, config: Mapping[str, object], kind: SubLayerKind) -> bool:
-        """Return whether it is another function than the documented one.
+        """Return whether the place computes another function than the documented one.
 
         Args:
-            config: the fields.
-            kind: of the sub-layer.
+            config: the bottleneck's config.
+            kind: kind of the sub-layer.
         """
         reads_sum, parallel = config["original_ln_before"], config["is_parallel"]
         adds_to_h = config["residual_before_ln"] is True
         inside = config["adapter_residual_before_ln"]
-        # where R is a function of h + inp alone, that of the whole block is
+        # if R is a function of h + inp alone, so is that of the whole block
         of_sum = not config["original_ln_after"] or (adds_to_h and not inside)
         if self.also:
             return bool(parallel or (reads_sum and not of_sum))
@@ -204,10 +204,10 @@ class Places:
     """The places in models of one type.
 
     Attributes:
-        sublayers: kind of a sub-layer to its place; others are as documented.
+        sublayers: kind of a sub-layer → its place; others are as documented.
         entry: the module whose output the invertible function changes; empty: the documented
             place. "none": there is no such function, whatever the config says.
-        is_unscaled: whether that function reads embeddings before they are scaled.
+        is_unscaled: whether the function reads embeddings before they are scaled.
     """
 
     sublayers: Mapping[SubLayerKind, Insertion] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Places:
 
     @property
     def moves_entry(self) -> bool:
-        """Whether it puts an invertible function elsewhere."""
+        """Whether an invertible function is placed elsewhere."""
         return self.entry not in ("", "none")
 
 
@@ -242,7 +242,7 @@ PLACES: Mapping[str, Places] = {
     "gemma2": Places(_GEMMA, entry="embed_tokens", is_unscaled=True),
     "gemma3_text": Places(_GEMMA),
     "gptj": Places({"mlp": Insertion(also="attn.resid_dropout")}),
-    # both hooks in front of a sub-layer see its input behind the norm
+    # both hooks before a sub-layer see its input after the norm
     "modernbert": Places(
         {
             "attention": Insertion(inp="attn", norm="last:mlp_norm"),
@@ -257,11 +257,11 @@ PLACES: Mapping[str, Places] = {
 SITE_CONVENTION = Choice(
     "paper", *sorted(name for name, row in PLACES.items() if row.sublayers or row.moves_entry)
 )
-"""The check of the field."""
+"""The check of the field `site_convention`."""
 
 
 def site_convention_in(model_type: str, config: Mapping[str, object]) -> str:
-    """Return the row for a config in models of a type; "paper" where it is as documented."""
+    """Return the row for a config in models of a type; "paper" if it is as documented."""
     row = PLACES.get(model_type)
     if row is None:
         return "paper"
@@ -274,11 +274,11 @@ def site_convention_in(model_type: str, config: Mapping[str, object]) -> str:
 
 
 def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, convention: str) -> Site | None:
-    """Return the site that a row declares for a sub-layer; None: the documented one.
+    """Return the site that a row declares for a sub-layer; None for the documented one.
 
     Args:
-        anatomy: of the model.
-        block: of the sub-layer.
+        anatomy: the model's anatomy.
+        block: block of the sub-layer.
         sub: the sub-layer.
         convention: name of the row, or "paper".
 

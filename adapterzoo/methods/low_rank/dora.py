@@ -3,17 +3,17 @@
 Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5 and §4.3.
 W' = m · (W + s · B A) / ‖W + s · B A‖, the norm taken over d_in for each output row, so that
 y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat the norm as a constant.
-In the convention of adapters the norm is of W + B A, gradients pass through it, and the bias is
-multiplied by g as well.
+In the convention of adapters the norm is that of W + B A, gradients pass through it, and the bias
+is also multiplied by g.
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: m starts as
-a float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
-does not reach W x and so costs no second product with W; a row of zeros keeps its output instead of
-turning into NaN. Differs from adapters: in all of this, except with `convention="adapterhub"`,
+a float32 norm and stays in float32 over half-precision layers, even when these are cast; dropout
+does not affect W x, so there is no second product with W; a row of zeros keeps its output instead
+of turning into NaN. Differs from adapters: in all of this, except with `convention="adapterhub"`,
 which computes the same.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm in each forward; `model.cached_adapters()` keeps it.
-Cannot do: layers without a floating-point weight to take norms of.
+Cannot do: layers without a floating-point weight, which has norms.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
     Attributes:
-        convention: "paper", which is PEFT's too; or "adapterhub": the norm is of W + B A without
-            the factor s, gradients pass through it, and the bias is multiplied by g as well.
+        convention: "paper", as in PEFT; or "adapterhub": the norm is that of W + B A without the
+            factor s, gradients pass through it, and the bias is also multiplied by g.
     """
 
     convention: str = field("paper", Choice("paper", "adapterhub"))
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """No other scaling where the norm leaves it out."""
+        """No other scaling if the norm omits it."""
         return PLACES if self.convention == "adapterhub" else super().slot_fields
 
     def of_rank(self, rank: int) -> Self:
-        """Return the config of the rank; itself where the norm leaves out the scaling."""
+        """Return the config with this rank; the config itself if the norm omits the scaling."""
         return self if self.convention == "adapterhub" else super().of_rank(rank)
 
     @property
@@ -74,24 +74,24 @@ class Magnitudes(LowRankUpdate):
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
 
     Attributes:
-        m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
-            half-precision dtype reaches them.
-        adapterhub: whether the convention is that of adapters.
-        at_groups: whether the layer is a convolution with groups, see `LowRank`: the norm is that
-            of W plus s times the numbers of B A as PEFT orders them.
-        factor: name of a parameter in the dtype of all but the magnitudes.
+        m: the magnitudes, `[d_out]`, with experts first if the site has any; they are never cast to
+            half precision.
+        adapterhub: whether to use the convention of adapters.
+        at_groups: whether the layer is a convolution with groups, see `LowRank`: the norm is then
+            that of W plus s times the numbers of B A as PEFT orders them.
+        factor: name of a parameter with the common dtype of all but the magnitudes.
     """
 
     factor: ClassVar[str] = "lora_A"
 
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the parameters; the magnitudes are ones until `init_from_layer`.
+        """Create the parameters; the magnitudes are ones until `init_from_layer`.
 
         Args:
-            config: of the adapter, with a `convention`.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config, with a `convention`.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the site cannot have such an adapter.
@@ -99,10 +99,10 @@ class Magnitudes(LowRankUpdate):
         super().__init__(config, site, device, dtype)
         self.at_groups = site.groups > 1
         self.adapterhub = config.convention == "adapterhub"
-        # a rounded magnitude would not be the norm, and a fresh adapter not the identity
+        # a rounded magnitude would not equal the norm, and a new adapter would not be the identity
         self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
         if self.adapterhub:
-            # the gradients that pass through its norm would have to be summed too
+            # the gradients that pass through its norm would also have to be summed
             self.splits = frozenset()
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Magnitudes(LowRankUpdate):
 
     def _gain(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
         if self.at_groups:
-            # as in PEFT, whose norm takes the numbers of B as they lie
+            # as in PEFT, whose norm takes the numbers of B in memory order
             change = (b.reshape(-1, len(a)) @ a).view_as(base.weight)
             scaling = 1.0 if self.adapterhub else self.scaling
             norm = (base.weight + scaling * change).to(self.m.dtype).norm(dim=1)
@@ -131,7 +131,7 @@ class Magnitudes(LowRankUpdate):
         return divided(self.m, norm)
 
     def norm(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
-        """Return the norms of the changed rows `[*experts, d_out]`; those of adapters lack s."""
+        """Return the norms of the changed rows `[*experts, d_out]`; for adapters, without s."""
         return row_norm(base.weight, a, b, 1.0 if self.adapterhub else self.scaling)
 
     def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
@@ -139,7 +139,7 @@ class Magnitudes(LowRankUpdate):
         return [base.weight, *self.parameters()]
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Let the magnitudes start as the norms of the layer's rows, ‖W‖."""
+        """Initialize the magnitudes to the norms of the layer's rows, ‖W‖."""
         self.m.copy_(weight_norm(base.weight))
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
@@ -169,7 +169,7 @@ class Magnitudes(LowRankUpdate):
 
     @property
     def row_options(self) -> Hashable | None:
-        """Dtypes, dropout and convention; None at an embedding, and where there are experts."""
+        """Dtypes, dropout and convention; None at an embedding, and with experts."""
         if self.at_embedding or self.m.dim() > 1:
             return None
         return self.dropout, self.adapterhub, self.m.dtype, getattr(self, self.factor).dtype
@@ -196,7 +196,7 @@ class Magnitudes(LowRankUpdate):
         return groups.restored(out.to(y.dtype), y)
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front.
+        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts first.
 
         Raises:
             StateError: the layer is a convolution with groups.
@@ -217,14 +217,14 @@ class Magnitudes(LowRankUpdate):
         return b + (self.gain(base) - 1) * base.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the module; casts to half precision leave the magnitudes in float32."""
+        """Move or cast the module; casts to half precision keep the magnitudes in float32."""
 
         def kept_wide(t: Tensor) -> Tensor:
             made = fn(t)
             m = self._parameters["m"]
             if m is None or not (t is m or t is m.grad):
                 return made
-            # a move keeps what an engine has rounded, beside its own float32 copy
+            # a move keeps values that an engine has rounded, in addition to its float32 copy
             is_cast = made.dtype is not t.dtype
             # the result of the cast is already rounded
             return t.to(made.device, compute_dtype(made.dtype)) if is_cast else made
@@ -253,8 +253,8 @@ class DoRA(Magnitudes, LowRank):
     ) -> None:
         """Combine several adapters.
 
-        "cat" and the strategies with SVD add up changes of the weight, Σ wᵢ (Wᵢ' − W), each other
-        one combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
+        "cat" and the strategies with SVD add up changes of the weight, Σ wᵢ (Wᵢ' − W); each other
+        strategy combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
         c (W + Σ wᵢ s gᵢ/c · Bᵢ Aᵢ): each Bᵢ is multiplied by gᵢ/c, and m = c ‖W + B A‖.
         """
         if strategy.target not in ("ranks", "change"):

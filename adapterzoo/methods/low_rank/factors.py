@@ -1,4 +1,4 @@
-"""Low-rank factors: the config and the parameters that LoRA and its relatives share.
+"""Low-rank factors: the config and parameters shared by LoRA and its relatives.
 
 The update is s · B A with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
 alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
@@ -18,7 +18,7 @@ cat                         A = [wᵢ sᵢ Aᵢ]     B = [Bᵢ]            s = 1
 svd                         B A ≈ mix(sᵢ Bᵢ Aᵢ, wᵢ) of rank r      s = 1
 ```
 
-`lora_delta_w_svd` keeps alpha, as in adapters, so its s is alpha / r, and B is divided by it.
+`lora_delta_w_svd` keeps alpha, as in adapters: s is alpha / r, and B is divided by it.
 
 Zhang et al. 2023, "Composing Parameter-Efficient Modules with Arithmetic Operations",
 arXiv:2306.14870, §3.2. The `factors` are PEFT's, as are `cat` and `svd`.
@@ -87,11 +87,11 @@ class LowRankConfig(TargetedConfig):
         rank_pattern: path endings or regular expressions to the rank of the layers they match.
         alpha_pattern: the same for alpha.
         init_weights_seed: makes the initial values independent of earlier random numbers.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
-        init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
+        init_weights: "lora": B is zero, so a new adapter changes nothing; "bert": both are
             normal with deviation 0.02; "gaussian": B is zero and A normal with deviation 1 / r;
-            "orthogonal": neither is zero, but B A is; "random": neither is, as with
+            "orthogonal": neither is zero, but B A is; "random": neither is zero, as with
             `init_lora_weights=False` in PEFT.
         use_rslora: scale by alpha / √r.
     """
@@ -130,11 +130,11 @@ class LowRankConfig(TargetedConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The layers, the ranks and the scaling, which B can absorb."""
+        """The fields of layers, ranks and scaling, which B can absorb."""
         return super().slot_fields | SIZES | {"use_rslora"}
 
     def of_rank(self, rank: int) -> Self:
-        """Return the config without a start, of one rank for all layers, with the scaling of r."""
+        """Return the config without a start, with one rank for all layers and the scaling of r."""
         plain = self.plain
         refuse_larger(self, rank, (plain.r, *plain.rank_pattern.values()))
         factor = rank / plain.r
@@ -151,7 +151,7 @@ class LowRankConfig(TargetedConfig):
 
     @property
     def plain(self) -> LowRankConfig:
-        """The config with initial values that both peers know."""
+        """The config, with initial values that both peers know."""
         known = self.init_weights in ("lora", "bert")
         return self if known else self.replace(init_weights="lora")
 
@@ -162,7 +162,7 @@ class LowRankConfig(TargetedConfig):
         """Return the config of the combination; some strategies allow other ranks and scalings.
 
         Raises:
-            CompositionError: configs that differ in this way cannot be combined.
+            CompositionError: the configs differ in a way that cannot be combined.
         """
         own = [config for config in configs if isinstance(config, LowRankConfig)]
         first, trained = own[0], cls.training_fields
@@ -197,7 +197,7 @@ def _combined_rank(ranks: list[int], strategy: Combination, path: str) -> int:
         return strategy.rank or max(ranks)
     if len(set(ranks)) > 1:
         raise CompositionError(
-            f"{strategy.name!r} takes adapters of one rank, and at {path!r} they have {ranks}. "
+            f"{strategy.name!r} takes adapters of one rank, but at {path!r} they have {ranks}. "
             f"Write {_ANY_RANK}."
         )
     return ranks[0]
@@ -221,11 +221,11 @@ def _at_all(
     return whole
 
 
-# the scaling multiplies each of them once
+# multiplying each of them by the scaling once
 _SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
 SIDES: dict[str, tuple[str, ...]] = {"lora_A": ("", "in"), "lora_B": ("out", "")}
-"""The sides of the layer on which the dimensions of the factors stand."""
+"""The sides of the layer to which the factors' dimensions belong."""
 
 
 class LowRankUpdate(WeightAdapter):
@@ -233,7 +233,7 @@ class LowRankUpdate(WeightAdapter):
 
     Attributes:
         scaling: the factor s.
-        dropout: probability on the way to A.
+        dropout: dropout probability before A.
     """
 
     scaling: float
@@ -242,8 +242,8 @@ class LowRankUpdate(WeightAdapter):
     def down(self, x: Tensor, a: Tensor, base: BaseLayer) -> Tensor:
         """Return A dropout(x), `[*batch, d_in]` → `[*batch, rank]`, with A `[rank, d_in]`.
 
-        In an embedding `x` is token numbers `[*batch]`; the row of padding gets no gradient, as
-        the row of the embedding itself gets none.
+        In an embedding `x` is token ids `[*batch]`; the row of padding gets no gradient, like the
+        embedding's own.
         """
         if self.at_embedding:
             return embedding(x, a.T, base.padding_idx) * base.scale
@@ -255,7 +255,7 @@ class LowRankUpdate(WeightAdapter):
         return base.split.joined(shrink(x, a, self.dropout, drops))
 
     def across(self, x: Tensor, a: Tensor, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return B A dropout(x) of a convolution: A has its kernel, and B one of size 1.
+        """Return B A dropout(x) of a convolution: A has its kernel, and B has kernel size 1.
 
         Args:
             x: `[*rows, channels, *space]`.
@@ -274,15 +274,15 @@ class LowRankUpdate(WeightAdapter):
 def dropped_part(x: Tensor, p: float, split: Split) -> Tensor:
     """Return dropout(x) of a part of the input features, `[*batch, part of d_in]`.
 
-    The mask is a part of the one that a single process draws for all features, so that the next
+    The mask is part of the one that a single process would draw for all features, so the next
     random numbers are equal in all processes.
 
     Args:
-        x: the part.
+        x: this process's part.
         p: probability, 0 to below 1, of dropping a feature.
-        split: of the layer.
+        split: the layer's split.
     """
-    # `x.numel` is all that is read of it
+    # only `x.numel` is read
     whole = x.new_empty(1).expand(*x.shape[:-1], split.d_in)
     mask = split.part(dropout_mask(dropout_bits(whole, p), (*whole.shape,), p), -1)
     return x * mask * dropout_scale(p)
@@ -294,9 +294,9 @@ def drawing(
     """Return the initializers of A and B that do not depend on the weight.
 
     Args:
-        name: of the initial values; for those that depend on the weight, the values of "lora".
+        name: name of the initial values; for those that depend on the weight, the values of "lora".
         rank: r.
-        source: of random numbers.
+        source: source of random numbers.
 
     Raises:
         ConfigError: the rank must be even.
@@ -311,8 +311,8 @@ def drawing(
         return kaiming(source), constant(0.0)
     if rank % 2:
         raise ConfigError(
-            f"init_weights='orthogonal' with the odd rank {rank}: A and B get one half of the "
-            f"ranks each. Write r={rank + 1}."
+            f"init_weights='orthogonal' with the odd rank {rank}: A and B each get half of the "
+            f"ranks. Write r={rank + 1}."
         )
 
     @cache
@@ -336,10 +336,10 @@ class LowRank(LowRankUpdate, FactoredAdapter):
     """Base of the adapters with the factors A and B.
 
     Attributes:
-        lora_A: `[rank, d_in]`, with experts in front where the site has them.
+        lora_A: `[rank, d_in]`, with experts first if the site has any.
         lora_B: `[d_out, rank]`, likewise.
-        groups: of a convolution, as in PEFT: A reads the channels of all of them, B divides the
-            rank, and the update is not a change of the weight.
+        groups: groups of a convolution, as in PEFT: A reads the channels of all of them, B splits
+            the rank, and the update is not a change of the weight.
     """
 
     container = "loras"
@@ -356,15 +356,15 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         """Make the factors.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
-            several: dimensions of B in front of the usual ones.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
+            several: leading dimensions of B.
 
         Raises:
-            ConfigError: the site has no features to drop, or groups that do not divide the rank or
-                this start.
+            ConfigError: the site has no features to drop, or groups that do not divide the rank, or
+                that do not go with the initial values.
         """
         check_site(config, site, "dropout", embeddings=True)
         super().__init__()
@@ -375,12 +375,12 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         rank = config.rank_at(site.name)
         if rank % site.groups:
             raise ConfigError(
-                f"{type(config).__name__}(r={rank}) at {site.path!r}: a convolution of "
-                f"{site.groups} groups takes a multiple of these. Write r={site.groups}."
+                f"{type(config).__name__}(r={rank}) at {site.path!r}: the rank must be a multiple "
+                f"of the convolution's {site.groups} groups. Write r={site.groups}."
             )
         if site.groups > 1 and config.init_weights == "orthogonal":
             raise ConfigError(
-                f"{type(config).__name__}(init_weights='orthogonal') at {site.path!r}: B divides "
+                f"{type(config).__name__}(init_weights='orthogonal') at {site.path!r}: B splits "
                 f"the rank among the {site.groups} groups of the convolution. Write "
                 f"init_weights='gaussian'."
             )
@@ -399,7 +399,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         return self.lora_A.to(like.device, like.dtype), self.lora_B.to(like.device, like.dtype)
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> Factors | None:
-        """Return A and s · B of the whole update, if that is the change of the weight."""
+        """Return A and s · B of the whole update, if it is the change of the weight."""
         if not self.is_additive or self.groups > 1:
             return None
         a, b = self.whole_factors(w)
@@ -413,7 +413,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
 
     @property
     def delta_w(self) -> Tensor:
-        """The update without s, B A, `[d_out, d_in]`, also under autocast in the dtype of B."""
+        """The update without s, B A, `[d_out, d_in]`, in the dtype of B, also under autocast."""
         a, b = self.whole_factors(self.lora_B)
         with exactly(a.device):
             return b @ a
@@ -426,7 +426,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         """
         if self.groups > 1:
             raise StateError(
-                f"A reads the channels of all {self.groups} groups of the convolution, and its "
+                f"A reads the channels of all {self.groups} groups of the convolution, but its "
                 f"weight cannot. Keep the adapter active."
             )
         a, b = self.whole_factors(w)
@@ -447,7 +447,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Set A and B to the combination of those of several adapters, by any strategy."""
+        """Set A and B to the combination of several adapters', by any strategy."""
         self.combine_factors(adapters, weights, strategy)
 
     def combine_factors(
@@ -457,13 +457,13 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         strategy: Combination,
         gains: Sequence[Tensor] | None = None,
     ) -> None:
-        """Set A and B to the combination of those of several adapters.
+        """Set A and B to the combination of several adapters'.
 
         Args:
-            adapters: of the same layer.
-            weights: one for each.
+            adapters: adapters of the same layer.
+            weights: a weight for each.
             strategy: the strategy and its options.
-            gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
+            gains: factors for the rows of each B, `[*experts, d_out]`; None: 1.
         """
         if self.groups > 1 and strategy.target in ("change", "ranks"):
             raise strategy.refusal("a low-rank update of a convolution with groups has none")

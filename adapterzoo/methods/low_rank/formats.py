@@ -1,7 +1,7 @@
 """Methods with low-rank factors in the files of PEFT and AdapterHub, and in PEFT's configs.
 
 AdaLoRA (Zhang et al. 2023, arXiv:2303.10512, eq. 3) is read as LoRA: ΔW = P Λ Q with the trained
-diagonal Λ, of whose entries training prunes some. PEFT's lora_A, lora_E and lora_B are Q, Λ and P,
+diagonal Λ, some entries of which training prunes. PEFT's lora_A, lora_E and lora_B are Q, Λ and P,
 and ΔW is scaled by lora_alpha / (init_r + 1e-5), with the rank before pruning. That is a LoRA with
 B = P Λ.
 """
@@ -63,10 +63,10 @@ from .vera import DvoRAConfig, VeraConfig
 
 # --- PEFT ---
 
-# the field of aLoRA, which LoRA alone has
+# the field of aLoRA, which only LoRA has
 _INVOCATION = "alora_invocation_tokens"
 
-# fields without a counterpart here, and what they do
+# fields without a counterpart here, and their effect
 _REFUSED = {
     "use_qalora": "it pools the input of each group before A",
     _INVOCATION: "it acts only after certain tokens",
@@ -118,7 +118,7 @@ _ARGUMENTS = PeftArguments(
     },
 )
 
-# the fields of methods whose initial values may come from `init_data`
+# fields of methods whose initial values may come from `init_data`
 _FROM_DATA: Mapping[str, PeftArgument] = {
     "eva_config": PeftArgument(
         ours="init_options",
@@ -126,7 +126,7 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["eva"].items()},
             "label_mask_value": PeftArgument(
-                -100, hint="labels of tokens that are left out are -100. Leave it out."
+                -100, hint="tokens to leave out have the label -100. Leave it out."
             ),
         },
     ),
@@ -146,11 +146,11 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
         part_class="LoftQConfig",
         parts={
             "loftq_bits": PeftArgument(
-                4, hint="the base model is quantized already, in its own bits. Leave it out."
+                4, hint="the base model is already quantized, in its own bits. Leave it out."
             ),
             "loftq_iter": PeftArgument(
                 1,
-                hint="further iterations quantize the base weights again, and here these stay as "
+                hint="further iterations quantize the base weights again, but here these stay as "
                 "they are. Write loftq_iter=1.",
             ),
         },
@@ -159,7 +159,7 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
 
 
 def _unused_options(fields: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with options of initial values that are not asked for."""
+    """Return what is wrong with options for initial values that the config does not use."""
     asked = fields.get("init_lora_weights", fields.get("init_weights"))
     for start in OPTIONS:
         name = f"{start}_config"
@@ -174,7 +174,7 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 
 _TENSORS = {"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",)}
 _MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
-# VeLoRA's, which only the backward pass of PEFT reads
+# VeLoRA's fields, which only PEFT's backward pass reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
 _REPRODUCED = ("pissa", "olora")
@@ -227,9 +227,9 @@ def _unsayable(placement: Placement) -> str | None:
     if site.is_of_attention and matches(site.path, named):
         return None
     if not site.is_called or (site.parameter is not None and "." in site.parameter):
-        return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
+        return f"an adapter at {site.name!r}, where PEFT's would not act: no module there is called"
     if config.to_dict().get("use_gating"):
-        return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"
+        return f"{type(config).__name__}(use_gating=True), but PEFT's LoRA has no gate"
     return ignored(site, *_IGNORED)
 
 
@@ -239,7 +239,7 @@ def _write_layer(layer: PeftOutput) -> Fields:
     rank = layer.tensors["lora_A"].shape[0] // (site.experts or 1)
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     one = configs[0]
-    # an invocation equals the list that PEFT has
+    # an invocation equals PEFT's list
     invoked = [Items(config.to_dict().get(_INVOCATION) or ()) for config in configs]
     said: dict[str, set[Any]] = {
         "scaling": {config.scaling_at(site.name) for config in configs},
@@ -282,12 +282,12 @@ def _write_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list
 
 
 def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one low-rank update of a whole layer that computes what its parts do, for PEFT.
+    """Return one low-rank update of a whole layer that computes the same as its parts, for PEFT.
 
     The rows of the factors A are concatenated; each B fills its own columns in its part's rows.
 
     Raises:
-        CheckpointError: a row has two magnitudes, or an unadapted one has none.
+        CheckpointError: a row has two magnitudes, or an unadapted row has none.
     """
     d_out = whole_width(parts[0].placement.site)
     a, b = parts[0].tensors["lora_A"], parts[0].tensors["lora_B"]
@@ -305,21 +305,21 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
         for name in part.tensors.keys() & {"lora_B_bias", "m"}:
             tensor = part.tensors[name]
             whole = joined.setdefault(name, tensor.new_zeros(d_out))
-            # biases of several adapters at one row add up
+            # biases of several adapters on one row add up
             whole[mine] = whole[mine] + tensor
     return _as_parameter(parts[0].placement.site, joined)
 
 
 def _read(layer: PeftLayer) -> Tensors:
-    """Return our tensors `[*experts, rank, d_in]` and `[*experts, d_out, rank]` of PEFT's.
+    """Return our tensors `[*experts, rank, d_in]` and `[*experts, d_out, rank]` from PEFT's.
 
     For a parameter PEFT has lora_A `[experts · rank, d_in]`, experts first, and lora_B
     `[d_out, rank · experts]`, ranks first. It takes the last two dimensions of a parameter as d_out
-    and d_in, unless it has three and its module says `is_transposed`; where the module does not say
-    so, A belongs to the outputs.
+    and d_in, unless it has three and its module says `is_transposed`; if the module does not, A
+    belongs to the outputs.
 
     Raises:
-        CheckpointError: PEFT has changed the weight in a way that is not known here.
+        CheckpointError: PEFT has changed the weight in an unknown way.
     """
     if not layer.is_parameter:
         return _of_attention(layer.site, _read_start(layer), 2.0)
@@ -339,10 +339,10 @@ def _read(layer: PeftLayer) -> Tensors:
 
 
 def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
-    """Return PEFT's tensors of ours; undoes `_read`, and leaves those of layers as they are.
+    """Return PEFT's tensors from ours; undo `_read`, and leave those of layers unchanged.
 
     Args:
-        site: of the adapter.
+        site: the adapter's site.
         tensors: by our parameter names.
     """
     if site.parameter is None or site.is_of_attention:
@@ -360,7 +360,7 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
 def _of_attention(site: Site, tensors: Tensors, factor: float) -> Tensors:
     """Return the tensors with a multiple of B at the output layer of `nn.MultiheadAttention`.
 
-    PEFT 0.21.2 adds B A to the weight of that layer twice, in each forward as in merging.
+    PEFT 0.21.2 adds B A to the weight of that layer twice, both in each forward and in merging.
     """
     if not site.is_of_attention or site.parameter != "out_proj.weight":
         return tensors
@@ -375,10 +375,10 @@ def _is_flipped(site: Site) -> bool:
 
 
 def _read_start(layer: PeftLayer) -> Tensors:
-    """Return the tensors of a layer, and the part that PEFT has subtracted from its weight.
+    """Return the tensors of a layer, and the part that PEFT has subtracted from the weight.
 
     Raises:
-        CheckpointError: the layer has no weight to compute it from.
+        CheckpointError: the layer has no weight to compute the part from.
     """
     init, fields = layer.fields["init_lora_weights"], layer.fields
     if init not in _REPRODUCED:
@@ -396,7 +396,7 @@ def _read_start(layer: PeftLayer) -> Tensors:
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
 
 
-# what PEFT's AdaLoRA does not read, and what only its training reads
+# fields that PEFT's AdaLoRA does not read, and fields that only its training reads
 _INERT_IN_ADALORA = frozenset(
     ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
      "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
@@ -405,7 +405,7 @@ _INERT_IN_ADALORA = frozenset(
 
 
 def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
-    """Return our config fields at a layer; its tensor gives the rank that training has left."""
+    """Return our config fields at a layer; its tensor gives the rank left by training."""
     r, alpha = layer.tensors["lora_A"].shape[0], fields["alpha"]
     scaled = alpha if alpha > 0 else r
     # PEFT divides by this, also where ranks have been pruned
@@ -417,7 +417,7 @@ def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _read_adalora(layer: PeftLayer) -> Tensors:
-    """Return A, and B = P Λ; a layer of which nothing is left gets zeros of rank 1."""
+    """Return A, and B = P Λ; a layer with nothing left gets zeros of rank 1."""
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
     if not len(a):
         return {"lora_A": a.new_zeros(1, a.shape[1]), "lora_B": b.new_zeros(b.shape[0], 1)}
@@ -428,7 +428,7 @@ def _unsayable_dora(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
         return "DoRAConfig(convention='adapterhub'), but PEFT's DoRA is the paper's"
     if (parameter := placement.site.parameter) is not None:
-        return f"DoRA at the parameter {parameter!r}, where PEFT has LoRA only"
+        return f"DoRA at the parameter {parameter!r}, where PEFT has only LoRA"
     return _unsayable(placement)
 
 
@@ -436,7 +436,7 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
     """Return one adapter of a whole layer; unadapted rows keep the norm of the base weight.
 
     Raises:
-        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is unknown.
+        CheckpointError: a row has two magnitudes, or the norm of an unadapted row is unknown.
     """
     site = parts[0].placement.site
     rows = torch.cat([rows_of(part.placement.site) for part in parts])
@@ -446,7 +446,7 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
     m = joined["m"]
     if len(rows) == len(m):
         return joined
-    # a part of a sharded weight has no norm of its own
+    # a part of a sharded weight does not have its own norm
     w = weight()
     plain = type(w) in (Tensor, torch.nn.Parameter)
     if w is None or not plain or w.dim() != 2 or not w.is_floating_point():
@@ -484,7 +484,7 @@ def _read_vera(
     """Return A and B; in files with save_projection=False they are drawn again.
 
     Raises:
-        CheckpointError: one is missing.
+        CheckpointError: A or B is missing.
     """
     if len(tensors) == 2 or not layers:
         return {}, tensors
@@ -496,7 +496,7 @@ def _read_vera(
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]
     a, b = _projections(fields["projection_prng_key"], fields["r"], sites)
-    # as in PEFT, whose projections are in the dtype of the layers before that of the adapter
+    # as in PEFT, whose projections get the layers' dtype before the adapter's
     dtype = own if weight is None else weight.dtype
     return {}, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
 
@@ -516,16 +516,16 @@ def _projections(key: int, r: int, sites: Sequence[Site]) -> tuple[Tensor, Tenso
 def _write_vera(
     config: AdapterConfig, tensors: Tensors, anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
-    """Return A and B, or nothing where PEFT is to draw them again.
+    """Return A and B, or nothing if PEFT is to draw them again.
 
     Raises:
-        CheckpointError: PEFT would draw others.
+        CheckpointError: PEFT would draw other matrices.
     """
     if config["save_projection"]:
         return {"save_projection": True}, tensors
     sites = [placement.site for placement in config.placements(anatomy)]
     again = _projections(_key(config), config["r"], sites)
-    # whatever the dtype of the layers, to which both libraries round
+    # whatever the layers' dtype, to which both libraries round
     dtypes = torch.float32, torch.bfloat16, torch.float16
     drawn = (tuple(t.to(dtype) for t in again) for dtype in dtypes)
     pair = tensors["lora_A"].cpu(), tensors["lora_B"].cpu()
@@ -589,11 +589,11 @@ def _unsayable_vera(placement: Placement) -> str | None:
 
 # --- AdapterHub: one architecture, told apart by fields ---
 
-# the fields of AdapterHub's LoRAConfig, without those that select another method
+# fields of AdapterHub's LoRAConfig, except those that select another method
 _ADAPTERHUB_FIELDS = _targets.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
-# the fields that every LoRA has, and VeRA has not
+# fields that every LoRA has, and VeRA lacks
 _FIXED = {"composition_mode": "add", "vera_b": None, "vera_d": None}
 # files of MTL-LoRA cannot hold a dense matrix Λ
 _DIAGONAL = {"task_specific_matrix_type": "singular_values"}
@@ -615,7 +615,7 @@ def _read_adapterhub_fields(fields: Fields, file: AdapterHubFile) -> Fields:
 
 
 def _as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
-    """Return the config with its places and its scaling in AdapterHub's fields."""
+    """Return the config with its sites and scaling in AdapterHub's fields."""
     config = cast("LowRankConfig", config)
     if config.use_rslora:
         config = config.replace(alpha=config.scaling_at("") * config.r, use_rslora=False)
@@ -632,7 +632,7 @@ def _unsayable_in_adapterhub(config: AdapterConfig) -> str | None:
         return _parts.UNSAYABLE
     if values.get("use_gating") and values["alpha"] != values["r"]:
         return (
-            f"adapters does not scale a gated update, and this one is scaled by alpha / r = "
+            f"adapters does not scale a gated update, but this one is scaled by alpha / r = "
             f"{values['alpha']} / {values['r']}"
         )
     return None
@@ -650,7 +650,7 @@ def _unsayable_dora_in_adapterhub(config: AdapterConfig) -> str | None:
 def _read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     """Return a file's tensors with m `[d_out, 1]` as `[d_out]`."""
     m = tensors["m"]
-    # any other shape is found by the comparison with the model
+    # the comparison with the model finds any other shape
     return {**tensors, "m": m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)}  # [d_out]
 
 
@@ -659,7 +659,7 @@ _MAGNITUDES = Container(
     "layer",
     names={"m.weight": "m"},
     read=_read_magnitudes,
-    # undoes it
+    # undo it
     write=lambda tensors, config: {**tensors, "m": tensors["m"].unsqueeze(1)},  # [d_out, 1]
 )
 _PROJECTIONS = Container("shared_parameters", "model")
@@ -682,7 +682,7 @@ def _adapterhub_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def _adapterhub_vera(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """Return how AdapterHub spells VeRA, with A and B once for all layers."""
+    """Return how AdapterHub spells VeRA, with a single A and B for all layers."""
     return AdapterHubSpelling(
         config=config,
         architecture=("lora",),

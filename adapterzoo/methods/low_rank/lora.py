@@ -6,16 +6,16 @@ alpha / √rank with `use_rslora`.
 
 With `alora_invocation_tokens` it is aLoRA (Greenewald et al. 2025, arXiv:2504.12397, §3): the
 invocation is a sequence of tokens, and each row gets the update from its last invocation onward.
-Tokens before it, and rows without it, get the base layer, so that their keys and values are those
-of the base model and need not be computed again.
+Earlier tokens, and rows without an invocation, get the base layer, so their keys and values are
+those of the base model and need not be computed again.
 
 Differs from the papers: dropout before A, as in all implementations. Differs from PEFT: parameters
-live in the dtype of their layer unless `dtype` says otherwise; PiSSA and OLoRA do not change the
-base weight (`Start`); aLoRA acts in models of every class, padding is never a part of the
-invocation, `generate` with `use_cache=False` keeps the place of the invocation, beam search works,
-and a call that does not show where the invocation is (`inputs_embeds`, a later part of a sequence
-outside of `generate`) is refused. Differs from adapters: a `Stack` adds the updates; a gated update
-is scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
+have the dtype of their layer unless `dtype` says otherwise; PiSSA and OLoRA do not change the base
+weight (`Start`); aLoRA acts in models of every class, padding is never part of the invocation,
+`generate` with `use_cache=False` keeps the place of the invocation, beam search works, and a call
+that does not show where the invocation is (`inputs_embeds`, a later part of a sequence outside
+`generate`) is refused. Differs from adapters: a `Stack` adds the updates; a gated update is also
+scaled by s; without `convention="adapterhub"` a gate does not read padding.
 Cost per site: rank · (d_in + d_out) parameters, two products of that size, four with a start.
 aLoRA cannot do: merging, encoders, routed experts.
 """
@@ -83,7 +83,7 @@ class Options(Check):
     example: ClassVar[object] = {}
 
     def fits(self, value: object) -> bool:
-        """Return whether it is a mapping from names."""
+        """Return whether the value is a mapping from names."""
         return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -93,7 +93,7 @@ class Invocation(Layers):
     legal = "a list of token ids, as tokenizer.encode(text, add_special_tokens=False) returns it"
 
     def fits(self, value: object) -> bool:
-        """Return whether there are any, each a whole number from 0."""
+        """Return whether the value is a non-empty list of integers from 0."""
         return bool(value) and super().fits(value)
 
 
@@ -104,18 +104,18 @@ class LoRAConfig(LowRankConfig):
 
     Attributes:
         init_weights: also "pissa", the principal part of the weight, by an exact SVD;
-            "pissa_niter_4", by that many iterations of a randomized one; "olora", by QR; "eva" and
-            "corda", from the inputs of the layers, and "loftq", from the weights before
-            quantization, see `add_adapter(init_data=…)`.
-        init_options: of "eva": `rho`, `tau`, `use_label_mask`, `whiten` and
-            `adjust_scaling_factors`; of "corda": `corda_method`; as in PEFT.
-        alora_invocation_tokens: ids of the tokens of the invocation, as a tokenizer without special
-            tokens gives them (aLoRA); None: the adapter acts at all tokens.
+            "pissa_niter_4", by that many iterations of a randomized SVD; "olora", by QR; "eva" and
+            "corda", from the layers' inputs, and "loftq", from the weights before quantization, see
+            `add_adapter(init_data=…)`.
+        init_options: options of "eva" (`rho`, `tau`, `use_label_mask`, `whiten` and
+            `adjust_scaling_factors`) or "corda" (`corda_method`), as in PEFT.
+        alora_invocation_tokens: token ids of the invocation, as a tokenizer without special tokens
+            returns them (aLoRA); None: the adapter acts at all tokens.
         use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
         convention: the gate averages the prompt's real tokens ("paper") or all ("adapterhub").
         lora_bias: give B a bias.
-        ensure_weight_tying: where the table of tokens, or an output layer that is tied to it, is
-            adapted or copied, all layers with this weight are, by one adapter.
+        ensure_weight_tying: if the token table, or an output layer tied to it, is adapted or
+            copied, so are all layers with this weight, by one adapter.
     """
 
     training_fields: ClassVar[frozenset[str]] = LowRankConfig.training_fields | {"init_options"}
@@ -134,7 +134,7 @@ class LoRAConfig(LowRankConfig):
         """Check the fields.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a value is invalid.
         """
         super().__post_init__()
         name = type(self).__name__
@@ -152,7 +152,7 @@ class LoRAConfig(LowRankConfig):
         """Return one placement for each layer that the config names.
 
         Raises:
-            ConfigError: a convolution is to have what depends on tokens.
+            ConfigError: a convolution would have an option that depends on tokens.
             SiteError: no layer matches, or the model cannot have the invocation there.
         """
         placements = super().placements(anatomy)
@@ -169,17 +169,17 @@ class LoRAConfig(LowRankConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The same, and whether the tied layers have one adapter."""
+        """As in the base class, and whether tied layers have one adapter."""
         return super().slot_fields | {"ensure_weight_tying"}
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options of the initial values."""
+        """All options for the initial values."""
         known = OPTIONS.get(self.init_weights, {})
         return {name: value for name, (value, _) in known.items()} | dict(self.init_options)
 
     def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
-        """Return what EVA, CorDA and LoftQ need."""
+        """Return the data that EVA, CorDA and LoftQ need."""
         plan = PLANS.get(self.init_weights)
         return None if plan is None else cast("InputPlan", plan(self, self.options, anatomy))
 
@@ -189,7 +189,7 @@ class LoRAConfig(LowRankConfig):
         if not replaces_weight(self.init_weights):
             without = {"init_weights": "lora", "init_options": {}}
             return self.replace(**without) if self.init_options else super().plain
-        # the scaling stays as it is
+        # the scaling does not change
         factor = math.sqrt(2) if self.use_rslora else 2
         return self.replace(
             init_weights="lora", init_options={}, r=2 * self.r, alpha=factor * self.alpha,
@@ -198,7 +198,7 @@ class LoRAConfig(LowRankConfig):
         )  # fmt: skip
 
     def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of the adapter of `plain`."""
+        """Return the tensors for an adapter of `plain`."""
         return joined(tensors) if replaces_weight(self.init_weights) else tensors
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -214,12 +214,12 @@ class LoRAConfig(LowRankConfig):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> LowRankConfig:
-        """Return the config of the combination, which has no start."""
+        """Return the config of the combination, without a start."""
         return super().combined([config.plain for config in configs], strategy, anatomy)
 
     @classmethod
     def at_sites_of(cls, config: AdapterConfig, anatomy: Anatomy) -> Self:
-        """Return a config with adapters at the layers of another one, or around its parts."""
+        """Return a config with adapters at the layers of another config, or around its parts."""
         sites = [p.site for p in config.placements(anatomy)]
         fields = {**vars(config)} if isinstance(config, TargetedConfig) else {}
         own = {name: fields[name] for name in (*TARGETS, "dtype") if name in fields}
@@ -236,25 +236,25 @@ class LoRAConfig(LowRankConfig):
 
 
 def _check_invocation(config: LoRAConfig, sites: Sequence[Site], anatomy: Anatomy) -> None:
-    """Check that a model has the tokens of the invocation, and that layers know where they are.
+    """Check that a model has the invocation's tokens, and that layers know where they are.
 
     Raises:
-        SiteError: it does not read tokens, or none of these, or a layer does not read their states.
+        SiteError: the model does not read these tokens, or a layer does not read their states.
     """
     tokens = config.alora_invocation_tokens or ()
     shown = f"{type(config).__name__}(alora_invocation_tokens={[*tokens]})"
     found = anatomy.tokens
-    # blocks show where tokens come in; without them the model's own table of tokens must do
+    # blocks show where tokens enter; without blocks the model's own token table must do
     table = found.table if found is not None else None if anatomy.blocks else anatomy.own_table
     if table is None or (found is not None and (found.is_encoder or found.looks_ahead)):
         raise SiteError(
-            f"{shown}: this model reads no tokens, or reads those that follow them first. Write "
+            f"{shown}: this model reads no tokens, or reads later tokens first. Write "
             f"alora_invocation_tokens=None, or use a decoder-only model."
         )
     size = next(s.d_in for s in anatomy if s.path == table and s.kind == "embedding")
     if outside := [token for token in tokens if token >= size]:
         raise SiteError(
-            f"{shown}: the model has {size} tokens, without {listing(outside)}. Write ids of its "
+            f"{shown}: the model has {size} tokens, but not {listing(outside)}. Write ids of its "
             f"tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
         )
     stack = "" if found is None else found.stack
@@ -271,9 +271,9 @@ def _check_invocation(config: LoRAConfig, sites: Sequence[Site], anatomy: Anatom
 class Start(nn.Module):
     """The frozen factors A₀ and B₀ of an adapter whose initial values replace a part of W.
 
-    PEFT subtracts s · B₀ A₀ from the base weight. Here the base stays as it is and the adapter
+    PEFT subtracts s · B₀ A₀ from the base weight. Here the base does not change and the adapter
     subtracts it: y = W x + s · (B A − B₀ A₀) x, which equals a LoRA of rank 2r with A' = [A; A₀]
-    and B' = [B, −B₀]. Files of the peers hold that one.
+    and B' = [B, −B₀]. The peers' files hold that LoRA.
 
     Attributes:
         lora_A: A₀ `[*experts, r, d_in]`.
@@ -284,7 +284,7 @@ class Start(nn.Module):
     lora_B: Tensor  # noqa: N815
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
-        """Make the factors, without values, for an adapter with A and B."""
+        """Create the factors, without values, for an adapter with A and B."""
         super().__init__()
         self.register_buffer("lora_A", torch.empty_like(a.detach()))
         self.register_buffer("lora_B", torch.empty_like(b.detach()))
@@ -308,10 +308,10 @@ class LoRA(LowRank):
     """y = base(x) + s · B A dropout(x) (+ s · B's bias).
 
     Attributes:
-        lora_B_bias: `[d_out]`; None: there is none.
+        lora_B_bias: `[d_out]`; None without one.
         invocation: the tokens of the invocation; None: the adapter acts at all tokens.
-        gate: of the update; None: there is none.
-        start: the part of the base weight that the factors replace; None: none.
+        gate: gate of the update; None without one.
+        start: the part of the base weight that the factors replace; None without one.
     """
 
     is_additive = True
@@ -354,7 +354,7 @@ class LoRA(LowRank):
         bias = drawn((site.d_out,), constant(0.0), device, dtype) if config.lora_bias else None
         self.lora_B_bias = bias
         tokens = config.alora_invocation_tokens
-        # torch.compile cannot hash the tuple of a field
+        # torch.compile cannot hash a tuple in a field
         self.invocation = None if tokens is None else tuple(tokens)
         self.reads_call = self.invocation is not None
         self.gate: Gate | None = None
@@ -399,7 +399,7 @@ class LoRA(LowRank):
 
     @property
     def row_options(self) -> Hashable | None:
-        """Dtypes and dropout; None with an option that reads more than features."""
+        """Dtypes and dropout; None with an option that needs more than features."""
         if not self._is_plain:
             return None
         return self.lora_A.dtype, self.lora_B.dtype, self.dropout
@@ -438,17 +438,17 @@ class LoRA(LowRank):
         return both["lora_A"].to(like), both["lora_B"].to(like)
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the initial values that replace a part of the weight."""
+        """Set the initial values that replace a part of the weight."""
         name, seed, place = self._drawing
         if self.start is not None and name not in OPTIONS:
             source, rank = generator(seed, f"{place}/start"), self.lora_A.shape[-2]
             self._begin(factors(name, _weight(base), rank, self.scaling, source))
 
     def init_from_data(self, data: LayerData, base: BaseLayer) -> None:
-        """Take the initial values that the inputs or the original weight of the layer give.
+        """Set the initial values from the layer's inputs or original weight.
 
         Raises:
-            ConfigError: there are values for the original weight, and a start beside them.
+            ConfigError: values for the original weight are given together with a start.
         """
         rank, s = self.lora_A.shape[-2], self.scaling
         if isinstance(data, Components):
@@ -459,18 +459,18 @@ class LoRA(LowRank):
         elif isinstance(data, OriginalWeight):
             if self.start is not None:
                 raise ConfigError(
-                    "the adapter replaces a part of the weight that the layer has. Add it with "
+                    "the adapter replaces a part of the layer's current weight. Add it with "
                     "init_weights='lora'."
                 )
-            # the principal part of what quantization has removed from the weight
+            # the principal part of the weight removed by quantization
             w = _weight(base)
             self._begin(principal(data.read().to(w) - w, rank, s))
 
     def _begin(self, values: Factors) -> None:
-        """Set the factors, and those of a start to the same rounded values.
+        """Set the factors, and those of a start, to the same rounded values.
 
         Raises:
-            ConfigError: they are not finite.
+            ConfigError: the factors are not finite.
         """
         for name, value in zip(("lora_A", "lora_B"), values, strict=True):
             if not bool(value.isfinite().all()):

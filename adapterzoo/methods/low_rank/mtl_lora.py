@@ -3,13 +3,13 @@
 Paper: Yang et al. 2024, arXiv:2410.09437, eq. 3 to 5.
 y = W x + b + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A x for each task, with A `[rank, d_in]`, n matrices Bⱼ
 `[d_out, rank]`, a matrix Λ `[rank, rank]`, n weights w, and s = alpha / rank, or alpha / √rank with
-`use_rslora`. `model.share_parameters` lets tasks share A and B; Λ and w are their own.
+`use_rslora`. `model.share_parameters` lets tasks share A and B; each has its own Λ and w.
 
 Differs from the paper: dropout before A, as in LoRA; Λ is diagonal by default. Differs from PEFT:
 it has no MTL-LoRA. Differs from adapters: a dense Λ works and starts as the identity; merging
 works; a fused layer is adapted part by part.
-Cost per site: rank · (d_in + n · d_out) + rank + n parameters (w has none if n = 1), rank² of a
-dense Λ instead of rank; LoRA's two products, and one pass over the n matrices B.
+Cost per site: rank · (d_in + n · d_out) + rank + n parameters (no w if n = 1), rank² for a dense Λ
+instead of rank; LoRA's two products, and one pass over the n matrices B.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> LowRankConfig:
-        """Return the config of the combination, which is the same for all."""
+        """Return the config of the combination, the same for all."""
         # the combination cannot have other ranks
         return cast("LowRankConfig", super(LowRankConfig, cls).combined(configs, strategy, anatomy))
 
@@ -70,7 +70,7 @@ class TaskMatrix(nn.Module):
     """The matrix Λ of one task.
 
     Attributes:
-        values: its diagonal `[*experts, rank]`, or all of it, `[*experts, rank, rank]`.
+        values: its diagonal `[*experts, rank]`, or the dense matrix `[*experts, rank, rank]`.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TaskMatrix(nn.Module):
 
         Args:
             shape: `[*experts, rank]`.
-            dense: whether all of it is trained.
-            device: of the parameter.
-            dtype: of the parameter.
+            dense: whether the matrix is dense.
+            device: device of the parameter.
+            dtype: dtype of the parameter.
         """
         super().__init__()
         self.dense = dense
@@ -109,7 +109,7 @@ class MTLLoRA(LowRank):
     """y = base(x) + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A dropout(x).
 
     Attributes:
-        lora_B: `[n, d_out, rank]`, with experts after n where the site has them.
+        lora_B: `[n, d_out, rank]`, with experts after n if the site has any.
         task_specific: the matrix Λ.
         weights: w `[n]`, not trained if n is 1.
         sharpness: τ.
@@ -124,13 +124,13 @@ class MTLLoRA(LowRank):
         """Make the parameters.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
-            ConfigError: there is dropout, and the site has no features to drop.
+            ConfigError: there is dropout, but the site has no features to drop.
         """
         n = config.n_up_projection
         super().__init__(config, site, device, dtype, several=(n,))
@@ -138,7 +138,7 @@ class MTLLoRA(LowRank):
         dense = config.task_specific_matrix_type == "linear"
         self.task_specific = TaskMatrix(self.lora_A.shape[:-1], dense, device, dtype)
         weights = drawn((n,), constant(1.0), device, dtype)
-        # the share of the only B is 1: there is nothing to train
+        # with a single B its share is 1: there is nothing to train
         if n > 1:
             self.weights = weights
         else:
@@ -155,7 +155,7 @@ class MTLLoRA(LowRank):
         return summed
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the update; in an embedding `x` is token numbers `[*batch]`.
+        """Return the layer with the update; in an embedding `x` is token ids `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
@@ -177,7 +177,7 @@ class MTLLoRA(LowRank):
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`.
 
-        Tasks without rows take part, so that no process of a data-parallel run leaves one out.
+        Tasks without rows take part, so that no process of a data-parallel run skips one.
         """
         a, b, scaling = stacks["lora_A"], stacks["lora_B"], stacks["scaling"]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, self.dropout, self.training)
@@ -188,13 +188,13 @@ class MTLLoRA(LowRank):
         return self.lora_A.to(like.device, like.dtype), b.to(like.device)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """Return the values of Λ and w at the start."""
+        """Return the initial values of Λ and w."""
         values, fill = self.task_specific.values, constant(1.0)
         start = (_eye if self.task_specific.dense else fill)(torch.empty_like(values))
         ones = fill(torch.empty_like(self.weights))
         return {"task_specific.values": start, "weights": ones}
 
-    # not that of factors: all parameters are combined linearly
+    # not that of `factors`: all parameters are combined linearly
     combine = Adapter.combine
 
 

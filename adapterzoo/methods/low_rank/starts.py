@@ -1,18 +1,18 @@
-"""Initial values of LoRA that come from the weight, or from the inputs of the layers.
+"""Initial values of LoRA from the weight, or from the layers' inputs.
 
 PiSSA (Meng et al. 2024, arXiv:2404.02948, eq. 2–4) starts with the principal part of the weight,
 s · B₀ A₀ ≈ U Σ Vᵀ of rank r; OLoRA (Büyükakyüz 2024, arXiv:2406.01775) with the first r columns
 and rows of W = Q R. The adapter subtracts s · B₀ A₀, see `lora.Start`.
 
 LoftQ (Li et al. 2023, arXiv:2310.08659, eq. 6–8, T = 1): s · B A is the principal part of W − Q,
-where Q is the quantized weight that the layer has and W the original one. Nothing is subtracted:
-the update compensates an error. Differs from PEFT: it divides by s, so that any scaling works.
+where Q is the layer's quantized weight and W the original one. Nothing is subtracted: the update
+compensates an error. Differs from PEFT: it divides by s, so any scaling works.
 
 EVA (Paischer et al. 2024, arXiv:2410.07170): A starts as the principal components of the layer's
 inputs, B as zero. The components are updated with each batch by an SVD of
-[Σ Vᵀ; X − mean; shift of the mean] (Ross et al. 2008), as in PEFT. Of the components of all layers,
+[Σ Vᵀ; X − mean; shift of the mean] (Ross et al. 2008), as in PEFT. Of all layers' components,
 those that explain the largest shares of the variance are kept, as many as the config has ranks in
-all; a layer has at most rho · r of them, and one without any is left out.
+total; a layer has at most rho · r of them, and one without any is left out.
 
 CorDA (Yang et al. 2024, arXiv:2406.05223): with the covariance C of the inputs, W C = U Σ Vᵀ; A and
 B start as the first components ("ipm", for a task) or the last ones ("kpm", to keep knowledge) of
@@ -52,19 +52,19 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, Check]]] = {
     "corda": {"corda_method": ("ipm", Choice("ipm", "kpm"))},
     "loftq": {},
 }
-"""The options of initial values from `init_data`: defaults and legal values, named as in PEFT."""
+"""The options of initial values from `init_data`: defaults and valid values, named as in PEFT."""
 
 
 class Starts(Choice):
     """The names of all initial values."""
 
     def __init__(self) -> None:
-        """Take the names."""
+        """Store the names."""
         super().__init__(*DRAWN, "pissa", "olora", *OPTIONS)
         self.legal += ", or 'pissa_niter_4' with any number of iterations"
 
     def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
+        """Return whether the value is valid."""
         return super().fits(value) or (isinstance(value, str) and bool(_NITER.fullmatch(value)))
 
 
@@ -82,11 +82,11 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
     """Return A₀ and B₀ of initial values that replace a part of the weight.
 
     Args:
-        name: of the initial values.
+        name: name of the initial values.
         w: the weight `[*experts, d_out, d_in]`, float32 or float64.
         rank: r, at most the smaller width.
         s: the scaling.
-        source: of random numbers, for `pissa_niter_<number>`.
+        source: source of random numbers, for `pissa_niter_<number>`.
     """
     if name == "olora":
         q, r = torch.linalg.qr(w)
@@ -97,7 +97,7 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
 
 
 def principal(w: Tensor, rank: int, s: float) -> Factors:
-    """Return A and B of the principal part of a matrix; arguments as in `factors`."""
+    """Return A and B of the principal part of a matrix; the arguments are those of `factors`."""
     u, values, vh = torch.linalg.svd(w, full_matrices=False)
     return _balanced(u[..., :rank], values[..., :rank], vh[..., :rank, :].mT, s)
 
@@ -127,16 +127,16 @@ class Components(InputStatistics):
     Attributes:
         components: `[count, d_in]`, None before the first batch.
         values: their singular values.
-        shares: of the variance that each explains.
-        converged: for each component, whether the last batch left it as it was.
+        shares: share of the variance that each explains.
+        converged: for each component, whether the last batch left it unchanged.
     """
 
     def __init__(self, count: int, tau: float) -> None:
-        """Watch nothing yet.
+        """Start without data.
 
         Args:
-            count: of components.
-            tau: cosine from which a component counts as unchanged.
+            count: number of components.
+            tau: cosine above which a component counts as unchanged.
         """
         self.count, self.tau = count, tau
         self.components: Tensor | None = None
@@ -146,7 +146,7 @@ class Components(InputStatistics):
         self._seen, self._variance = 0, 0.0
 
     def update(self, x: Tensor) -> None:
-        """Update the components; a batch with fewer tokens than components is left out."""
+        """Update the components; a batch with fewer tokens than components is skipped."""
         n = len(x)
         if n < self.count:
             return
@@ -163,7 +163,7 @@ class Components(InputStatistics):
             centered = torch.cat([known, centered, shift.unsqueeze(0)])
         values, vh = _spectrum(centered, 2 * self.count)
         largest = vh.abs().argmax(-1, keepdim=True)
-        # of a component and its opposite, always the same one
+        # always choose the same one of a component and its opposite
         vh = vh * vh.gather(-1, largest).sign()
         self.components, self.values = vh[: self.count].contiguous(), values[: self.count]
         self.shares = (self.values.square() / self._variance).nan_to_num()
@@ -177,13 +177,13 @@ class Components(InputStatistics):
         """Return the first components as A `[rank, d_in]`, each divided by √σ with `whiten`.
 
         Raises:
-            ConfigError: one has no variance to divide by.
+            ConfigError: a component has no variance to divide by.
         """
         components = cast("Tensor", self.components)
         found, values = components[:rank], self.values[:rank]
         if not whiten:
             return found
-        # a value up to this may be 0, but for the rounding of the SVD
+        # a value up to this may be 0, except for the SVD's rounding
         least = values[0] * torch.finfo(values.dtype).eps * found.shape[-1]
         if (varying := int((values > least).sum())) < rank:
             raise ConfigError(
@@ -194,7 +194,7 @@ class Components(InputStatistics):
 
 
 def _spectrum(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return singular values and Vᵀ, at least that many; exact where that is cheap."""
+    """Return at least this many singular values, and Vᵀ; exact where that is cheap."""
     if min(x.shape) <= _EXACT:
         _, values, vh = torch.linalg.svd(x, full_matrices=False)
         return values, vh
@@ -207,7 +207,7 @@ class Covariance(InputStatistics):
     """The covariance of a layer's inputs, each batch divided by its largest value."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
+        """Start without data."""
         self.matrix: Tensor | None = None
         self.batches = 0
 
@@ -228,7 +228,7 @@ class Covariance(InputStatistics):
             w: the weight `[d_out, d_in]`, float32 or float64.
             rank: r, at most the smaller width.
             s: the scaling.
-            keeps_knowledge: whether they are of the last components.
+            keeps_knowledge: whether they are the last components.
 
         Raises:
             ConfigError: there was no batch, or its values are not finite.
@@ -256,7 +256,7 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
     """Return the layers whose inputs or original weights are needed.
 
     Raises:
-        ConfigError: one is not a whole linear layer.
+        ConfigError: a layer is not a whole linear layer.
     """
     sites = [placement.site for placement in config.placements(anatomy)]
     for site in sites:
@@ -269,10 +269,10 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
 
 
 class EvaPlan(InputPlan):
-    """The principal components of all layers, until those that are kept have converged."""
+    """The principal components of all layers, until the kept ones have converged."""
 
     def __init__(self, config: LowRankConfig, options: Mapping[str, Any], anatomy: Anatomy) -> None:
-        """Watch all layers."""
+        """Start with all layers."""
         self._config, self._adjusts = config, options["adjust_scaling_factors"]
         self._sites = sites = sites_of(config, anatomy)
         self._ranks = {site.path: config.rank_at(site.path) for site in sites}
@@ -293,7 +293,7 @@ class EvaPlan(InputPlan):
         )
 
     def ranks(self) -> dict[str, int]:
-        """Return the rank of each layer; the largest ones until each has components."""
+        """Return the rank of each layer; the largest possible until each has components."""
         if any(own.components is None for own in self._components.values()):
             return self._most
         paths = [path for path, n in self._most.items() for _ in range(n)]
@@ -303,10 +303,10 @@ class EvaPlan(InputPlan):
         return {path: counts[path] for path in self._most}
 
     def check(self) -> None:
-        """Check that each layer has got a batch with enough tokens.
+        """Check that each layer has had a batch with enough tokens.
 
         Raises:
-            ConfigError: one has not.
+            ConfigError: a layer has not.
         """
         for path, own in self._components.items():
             if own.components is None:
@@ -316,7 +316,7 @@ class EvaPlan(InputPlan):
                 )
 
     def changes(self) -> dict[str, Any]:
-        """Return the layers with a rank, their ranks, and the scalings that these adjust."""
+        """Return the layers with a rank, their ranks, and the scalings adjusted to them."""
         config, ranks = self._config, self.ranks()
         if ranks == self._ranks:
             return {}
@@ -333,12 +333,12 @@ class EvaPlan(InputPlan):
 
 
 class CordaPlan(InputPlan):
-    """The covariances of all layers, of one pass through the data."""
+    """The covariances of all layers, from one pass through the data."""
 
     def __init__(
         self, config: LowRankConfig, _options: Mapping[str, Any], anatomy: Anatomy
     ) -> None:
-        """Watch all layers."""
+        """Start with all layers."""
         self.watched = {site.path: Covariance() for site in sites_of(config, anatomy)}
 
     def lacking(self, passed: bool) -> frozenset[str]:
@@ -346,7 +346,7 @@ class CordaPlan(InputPlan):
         return frozenset() if passed else frozenset(self.watched)
 
     def check(self) -> None:
-        """Accept any data: one pass is all."""
+        """Accept any data: one pass is enough."""
 
 
 PLANS: Mapping[str, Any] = {
@@ -356,4 +356,4 @@ PLANS: Mapping[str, Any] = {
         {site.path: (site.d_out, site.d_in) for site in sites_of(config, anatomy)}
     ),
 }
-"""Initial values to what they need."""
+"""Initial values → the data that they need."""

@@ -6,19 +6,19 @@ VeRA:  y = W x + b + Λ_b B Λ_d A x
 DVoRA: W' = m · V / ‖V‖ with V = W + Λ_b B Λ_d A, the norm taken over d_in for each output row;
 gradients treat the norm as a constant.
 A `[r, d_in]` and B `[d_out, r]` are random, frozen and shared by all layers; Λ_d and Λ_b are
-diagonal and trained. The widest layer sets the size of A and B, others take the first columns of A
-and rows of B.
+diagonal and trained. The widest layer sets the size of A and B; other layers take the first columns
+of A and rows of B.
 
 Differs from the papers: nothing; dropout before A is off by default; m stays in float32 over
 half-precision layers. Differs from PEFT: a layer that is adapted twice keeps one copy of A and B;
-vectors live in the dtype of their layer; it has no DVoRA. Differs from adapters: in all of this,
+vectors have the dtype of their layer; it has no DVoRA. Differs from adapters: in all of this,
 except with `convention="adapterhub"`, which computes the same: dense trained matrices `[r, r]` and
-`[d_out, d_out]` in the place of Λ, and a factor alpha / r, which is not in the norm of DVoRA;
-gradients pass through that norm, and the bias is multiplied by m / ‖V‖ as well.
+`[d_out, d_out]` in place of Λ, and a factor alpha / r, which is not in the norm of DVoRA;
+gradients pass through that norm, and the bias is also multiplied by m / ‖V‖.
 Cost per site: r + d_out parameters, LoRA's products; r · (d_in + d_out) numbers once for all. A
-step keeps A x alone; PEFT keeps B Λ_d A x too, and saves one product. DVoRA: d_out more parameters,
+step keeps only A x; PEFT also keeps B Λ_d A x, and saves one product. DVoRA: d_out more parameters,
 DoRA's products.
-Cannot do: embeddings; DVoRA also layers without a floating-point weight to take norms of.
+Cannot do: embeddings; DVoRA also layers without a floating-point weight, which has norms.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class ProjectedConfig(TargetedConfig):
     Attributes:
         r: rank of the shared matrices, 1 to 65,536.
         vera_d: initial value of Λ_d.
-        vera_b: initial value of Λ_b; 0 leaves the model as it was.
+        vera_b: initial value of Λ_b; 0 leaves the model unchanged.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         projection_prng_key: seed of A and B, from 0.
         init_weights: "vera", as above; "random": Λ_d is normal and Λ_b one, as in PEFT.
         init_weights_seed: seed of A and B instead of `projection_prng_key`, as in adapters.
-        convention: "paper", which is PEFT's too; or "adapterhub": dense matrices, times alpha / r.
-        alpha: of the convention "adapterhub".
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        convention: "paper", which is also PEFT's; or "adapterhub": dense matrices, times alpha / r.
+        alpha: alpha of the convention "adapterhub".
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
     """
 
     r: int = field(256, RANK)
@@ -85,12 +85,12 @@ class ProjectedConfig(TargetedConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The initial values; the rank where no scaling depends on it."""
+        """The fields of initial values; also the rank, if no scaling depends on it."""
         paper = frozenset({"r", "alpha"}) if self.convention == "paper" else frozenset()
         return super().slot_fields | paper | {"vera_d", "vera_b"}
 
     def of_rank(self, rank: int) -> Self:
-        """Return the config with the rank, which no scaling depends on in the paper."""
+        """Return the config with the rank; in the paper, no scaling depends on it."""
         if self.convention != "paper":
             return self
         refuse_larger(self, rank, (self.r,))
@@ -111,7 +111,7 @@ class ProjectedConfig(TargetedConfig):
 
 @method_config("vera")
 class VeraConfig(ProjectedConfig):
-    """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
+    """Config of VeRA; `TargetedConfig` chooses the layers, `ProjectedConfig` the rest.
 
     Attributes:
         save_projection: whether files in PEFT's format hold A and B; if not, PEFT and this library
@@ -125,10 +125,10 @@ class VeraConfig(ProjectedConfig):
 
 @method_config("dvora")
 class DvoRAConfig(ProjectedConfig):
-    """Config of DVoRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
+    """Config of DVoRA; `TargetedConfig` chooses the layers, `ProjectedConfig` the rest.
 
-    In the convention "adapterhub" the norm is of W + B A without the factor alpha / r, gradients
-    pass through it, and the bias is multiplied by m / ‖V‖.
+    In the convention "adapterhub" the norm is that of W + B A without the factor alpha / r,
+    gradients pass through it, and the bias is multiplied by m / ‖V‖.
     """
 
     @property
@@ -157,14 +157,14 @@ class Projections(nn.Module):
     ) -> None:
         """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter.
 
-        They are rounded to `dtype`, that of the layers, also if the adapter's is wider.
+        They are rounded to `dtype`, the layers' dtype, even if the adapter's is wider.
         """
         super().__init__()
         seed = config.init_weights_seed
         source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
         kaiming = partial(nn.init.kaiming_uniform_, generator=source)
         d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
-        # buffers: they are saved and moved, and never trained
+        # buffers: saved and moved, but never trained
         for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):
             made = drawn(shape, kaiming, device, dtype).detach()
             self.register_buffer(name, made.to(dtype_named(config.dtype, dtype)))
@@ -174,7 +174,7 @@ class Projected(WeightAdapter):
     """Base of the adapters with the update s · Λ_b B Λ_d A.
 
     Attributes:
-        lambda_d: the diagonal `[r]`, with experts in front where the site has them; dense `[r, r]`
+        lambda_d: the diagonal `[r]`, with experts first if the site has any; dense `[r, r]`
             in the convention of adapters.
         lambda_b: the diagonal `[d_out]`, likewise; dense `[d_out, d_out]`.
         scaling: the factor s, 1 in the paper.
@@ -186,13 +186,13 @@ class Projected(WeightAdapter):
     def __init__(
         self, config: ProjectedConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the scales.
+        """Create the scales.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the site cannot have such an adapter.
@@ -226,13 +226,13 @@ class Projected(WeightAdapter):
         return drawn((size, size), lambda t: t.zero_().fill_diagonal_(value), device, dtype)
 
     def projections(self, base: BaseLayer, like: Tensor) -> Factors:
-        """Return the layer's part of A `[r, d_in]` and B `[d_out, r]`, where and as `like` is."""
+        """Return the layer's part of A `[r, d_in]` and B `[d_out, r]`, on the device of `like`."""
         shared = cast("Projections", base.shared(self))
         a, b = shared.lora_A[:, : self.d_in], shared.lora_B[: self.d_out]
         return a.to(like.device, like.dtype), b.to(like.device, like.dtype)
 
     def factors(self, base: BaseLayer, like: Tensor) -> Factors:
-        """Return Λ_d A `[*experts, r, d_in]` and Λ_b B `[*experts, d_out, r]`, as `like` is."""
+        """Return Λ_d A `[*experts, r, d_in]` and Λ_b B `[*experts, d_out, r]`, like `like`."""
         a, b = self.projections(base, like)
         d, s = self.lambda_d.to(a.dtype), self.lambda_b.to(b.dtype)
         return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
@@ -251,13 +251,13 @@ class Vera(Projected):
         if self.dense:
             update = linear(linear(linear(t, self.lambda_d), b), self.lambda_b)  # [*batch, d_out]
             return torch.add(y, update.to(y.dtype), alpha=self.scaling)
-        # with all scales in one small matrix, nothing is kept but A x, and no pass over y is added
+        # with all scales in one small matrix, only A x is kept, and no pass over y is added
         scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
         return expand(y, t, scaled, self.scaling)
 
     @property
     def row_options(self) -> Hashable | None:
-        """Dtype and dropout; None where there are experts."""
+        """Dtype and dropout; None with experts."""
         is_one = self.dense or self.lambda_d.dim() == 1
         return (self.lambda_d.dtype, self.dropout) if is_one else None
 
@@ -269,7 +269,7 @@ class Vera(Projected):
     def forward_rows(
         self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
+        """Return each row with its own update. `x` `[rows, *tokens, d_in]`."""
         a, b, scaling = stacks["lora_A"], stacks["lora_B"], stacks["scaling"]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, self.dropout, self.training)
 
@@ -300,7 +300,7 @@ class DvoRA(Magnitudes, Projected):
             return self.factors(base, self.lambda_d)
 
     def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
-        """Return the tensors that g is computed from, the projections too."""
+        """Return the tensors that g is computed from, including the projections."""
         return [*super().sources_of_gain(base), *base.shared(self).buffers()]
 
 

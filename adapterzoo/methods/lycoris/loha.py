@@ -5,9 +5,9 @@ Yeh et al. 2023 (LyCORIS), arXiv:2309.14859. ⊙ is the product of entries:
 
     y = W x + b + s · ΔW x        ΔW = (w1_a w1_b) ⊙ (w2_a w2_b)        s = alpha / r
 
-with w1_a, w2_a `[d_out, r]` and w1_b, w2_b `[r, d_in]`, so that ΔW has rank r² at most. ΔW = B A
-with the products of all pairs of columns, B `[d_out, r²]`, and of rows, A `[r², d_in]`: the forward
-is that of a LoRA of rank r², unless r is so large that ΔW itself is cheaper.
+with w1_a, w2_a `[d_out, r]` and w1_b, w2_b `[r, d_in]`, so ΔW has rank r² at most. ΔW = B A with
+the products of all pairs of columns, B `[d_out, r²]`, and of rows, A `[r², d_in]`: the forward is
+that of a LoRA of rank r², unless r is so large that ΔW itself is cheaper.
 
 Differs from the paper: no nonlinearity, as in all implementations. Differs from PEFT: ΔW is not
 built at low ranks; a layer that `module_dropout` drops gets gradients of zero; `rank_dropout` of
@@ -43,8 +43,8 @@ class LoHaConfig(LycorisConfig):
     """Config of LoHa; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 
     Attributes:
-        init_weights: True: w2_b is zero, so that a new adapter changes nothing; False: all four
-            matrices are drawn.
+        init_weights: True: w2_b is zero, so a new adapter changes nothing; False: all four
+            matrices are random.
     """
 
     init_weights: bool = True
@@ -54,10 +54,10 @@ class LoHa(Lycoris):
     """y = base(x) + s · ((w1_a w1_b) ⊙ (w2_a w2_b)) x.
 
     Attributes:
-        hada_w1_a: `[d_out, r]`, with experts in front where the site has them; hada_w2_a too.
+        hada_w1_a: `[d_out, r]`, with experts first if the site has any; hada_w2_a too.
         hada_w1_b: `[r, d_in]`, likewise; hada_w2_b too.
-        hada_t1: the third factor of the first product at a convolution, `[r, r, kernel]`, with
-            which hada_w1_a is `[r, d_out]` and hada_w1_b `[r, channels]`; hada_t2 likewise.
+        hada_t1: the third factor of the first product at a convolution, `[r, r, kernel]`; then
+            hada_w1_a is `[r, d_out]` and hada_w1_b `[r, channels]`; hada_t2 likewise.
         thirds: the names of the third factors, if there are any.
         is_low_rank: whether the forward is that of rank r².
     """
@@ -70,10 +70,10 @@ class LoHa(Lycoris):
         """Make the parameters.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the site cannot have the adapter, or its dropout.
@@ -141,9 +141,9 @@ LoHaConfig.adapter_class = LoHa
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one LoHa of a whole layer that computes what those of its parts do.
+    """Return one LoHa of a whole layer that computes the same as those of its parts.
 
-    Each part has rows and ranks of its own: the others' products are zero there.
+    Each part has its own rows and ranks: the other parts' products are zero there.
 
     Raises:
         CheckpointError: two parts share rows, or differ in scaling or dropout.

@@ -6,9 +6,9 @@ Papers: Edalati et al. 2022 (KronA), arXiv:2212.10650, eq. 4; with low-rank fact
     y = W x + b + s · ΔW x        ΔW = w1 ⊗ w2        s = alpha / r
 
 with w1 `[p, m]` and w2 `[q, n]`, where d_out = p q and d_in = m n: p and m are the largest divisors
-up to the square root, or `decompose_factor` where that divides. w2 = w2_a w2_b of rank r where
-r < max(q, n) / 2, and with `decompose_both` w1 = w1_a w1_b where r < max(p, m) / 2. ΔW is not
-built: (w1 ⊗ w2) x = w1 X w2ᵀ with X `[m, n]` the parts of x, in the cheaper order.
+up to the square root, or `decompose_factor` if it divides. w2 = w2_a w2_b of rank r if
+r < max(q, n) / 2, and with `decompose_both` w1 = w1_a w1_b if r < max(p, m) / 2. ΔW is not built:
+(w1 ⊗ w2) x = w1 X w2ᵀ with X `[m, n]` the parts of x, in the cheaper order.
 
 Differs from the papers: nothing. Differs from PEFT: ΔW is not built; a layer that `module_dropout`
 drops gets gradients of zero; `rank_dropout` of all rows leaves zeros instead of NaN. Not in
@@ -43,12 +43,12 @@ class LoKrConfig(LycorisConfig):
     """Config of LoKr; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 
     Attributes:
-        decompose_both: whether w1 is a product of rank r too.
-        decompose_factor: p and m where it divides, else their upper bound; −1 for no bound but the
+        decompose_both: whether w1 is also a product of rank r.
+        decompose_factor: p and m if it divides, else their upper bound; −1 for no bound but the
             square root.
         rank_dropout_scale: whether `rank_dropout` divides the rows that it keeps by their share.
-        init_weights: True: w1 (or w1_a) is zero, so that a new adapter changes nothing; "lycoris":
-            w2 (or w2_b) is zero instead; False: all matrices are drawn.
+        init_weights: True: w1 (or w1_a) is zero, so a new adapter changes nothing; "lycoris":
+            w2 (or w2_b) is zero instead; False: all matrices are random.
     """
 
     training_fields = LycorisConfig.training_fields | {"rank_dropout_scale"}
@@ -63,13 +63,13 @@ class LoKr(Lycoris):
     """y = base(x) + s · (w1 ⊗ w2) x.
 
     Attributes:
-        names: of the parameters: `lokr_w1` `[p, m]`, or `lokr_w1_a` `[p, r]` and `lokr_w1_b`
+        names: names of the parameters: `lokr_w1` `[p, m]`, or `lokr_w1_a` `[p, r]` and `lokr_w1_b`
             `[r, m]`; `lokr_w2` `[q, n]`, or `lokr_w2_a` `[q, r]` and `lokr_w2_b` `[r, n]`; with
             experts in front where the site has them. At a convolution n counts the inputs of all
             places, or a third factor `lokr_t2` `[r, r, kernel]` has the places, with w2_a `[r, q]`
             and w2_b `[r, n]`.
-        places: of a 1-D convolution, 0 elsewhere: with a whole w2, ΔW has the numbers of w1
-            `[1, p, m]` ⊗ w2 `[q, n, places]` in their order, as in PEFT.
+        places: positions of a 1-D convolution, 0 elsewhere: with a whole w2, ΔW has the numbers of
+            w1 `[1, p, m]` ⊗ w2 `[q, n, places]` in their order, as in PEFT.
     """
 
     scaled = ("lokr_w1", "lokr_w1_a")
@@ -80,10 +80,10 @@ class LoKr(Lycoris):
         """Make the parameters.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the site cannot have the adapter, or its dropout.
@@ -92,14 +92,14 @@ class LoKr(Lycoris):
         self.rescales = config.rank_dropout_scale
         r, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
         field = math.prod(site.kernel)
-        # PEFT takes w1 as one of the output channels of a 1-D convolution
+        # PEFT takes w1 as one of a 1-D convolution's output channels
         self.places = site.kernel[0] if len(site.kernel) == 1 else 0
         (p, q), (m, n) = (
             divided(width, config.decompose_factor) for width in (self.d_out, self.d_in // field)
         )
         is_narrow = config.decompose_both and r < max(p, m) / 2, r < max(q, n) / 2
         shapes: dict[str, tuple[int, ...]] = {}
-        # w2 has all inputs of one position of a convolution
+        # w2 has all inputs at one position of a convolution
         sizes = (p, m), (q, n * field)
         for name, (rows, columns), narrow in zip(
             ("lokr_w1", "lokr_w2"), sizes, is_narrow, strict=True
@@ -135,7 +135,7 @@ class LoKr(Lycoris):
         return own[:count], own[count:]
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
-        """Return A = b₁ ⊗ b₂ and s · B = s · a₁ ⊗ a₂ with wᵢ = aᵢ bᵢ, if there are such."""
+        """Return A = b₁ ⊗ b₂ and s · B = s · a₁ ⊗ a₂ with wᵢ = aᵢ bᵢ, if they exist."""
         sides = [[t.to(w) for t in side] for side in self.sides()]
         if self.places or all(len(side) == 1 for side in sides):
             return None
@@ -168,7 +168,7 @@ LoKrConfig.adapter_class = LoKr
 
 
 def divided(width: int, factor: int) -> tuple[int, int]:
-    """Return two numbers with the product `width`: the factor, if it divides, or the next below.
+    """Return two numbers with the product `width`: the factor if it divides, or the next below.
 
     Args:
         width: to divide.
@@ -217,14 +217,14 @@ def times_kronecker(x: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> Te
 
 def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Return parts wᵀ, `[tokens, count, d]` → `[tokens, count, e]`."""
-    # a product of two matrices: with more dimensions torch computes frozen ones in another way
+    # a product of two matrices: with more dimensions, torch computes frozen ones in another way
     flat = parts.reshape(-1, parts.shape[-1])  # [tokens · count, d]
     for matrix in reversed(matrices):
         flat = linear(flat, matrix)  # [tokens · count, r or e]
     return flat.reshape(*parts.shape[:2], flat.shape[-1])  # [tokens, count, e]
 
 
-# each of w1 and w2 is one matrix or two
+# w1 and w2 are each one matrix or two
 _FORMS = [((f"lokr_{w}",), (f"lokr_{w}_a", f"lokr_{w}_b")) for w in ("w1", "w2")]
 spelled(
     peft_spelling(

@@ -1,4 +1,4 @@
-"""What LoHa and LoKr share: the fields of their configs, and their dropout.
+"""The common base of LoHa and LoKr: the fields of their configs, and their dropout.
 
 Paper: Yeh et al. 2023 (LyCORIS), arXiv:2309.14859. y = W x + b + s · ΔW x with s = alpha / r; the
 methods differ in ΔW. In training `rank_dropout` drops rows of ΔW, the same for a whole call, and
@@ -52,11 +52,11 @@ class LycorisConfig(TargetedConfig):
         rank_pattern: path endings or regular expressions to the rank of the layers they match.
         alpha_pattern: the same for alpha.
         init_weights_seed: makes the initial values independent of earlier random numbers.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
         rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
         module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
         use_effective_conv2d: whether a convolution with a kernel above 1 has a third factor for its
-            places; other layers have none.
+            kernel positions; other layers have none.
     """
 
     training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
@@ -73,7 +73,7 @@ class LycorisConfig(TargetedConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The layers, the ranks, and the scaling, which a factor can absorb."""
+        """The fields of layers, ranks and scaling, which a factor can absorb."""
         return super().slot_fields | SIZES
 
     def rank_at(self, name: str) -> int:
@@ -89,7 +89,7 @@ class LycorisConfig(TargetedConfig):
         return self.alpha_at(name) / self.rank_at(name)
 
     def of_rank(self, rank: int) -> Self:
-        """Return the config of one rank for all layers, with the scaling of r."""
+        """Return the config with one rank for all layers and the scaling of r."""
         refuse_larger(self, rank, (self.r, *self.rank_pattern.values()))
         alpha = self.alpha * rank / self.r
         return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
@@ -103,7 +103,7 @@ class Lycoris(WeightAdapter):
         rank_dropout: probability of dropping a row of ΔW.
         module_dropout: probability of dropping ΔW.
         scaled: keys of the first factor of ΔW.
-        rescales: whether the rows that are kept are divided by their share.
+        rescales: whether the kept rows are divided by their share.
     """
 
     is_additive = True
@@ -112,14 +112,14 @@ class Lycoris(WeightAdapter):
     scaled: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: LycorisConfig, site: Site) -> None:
-        """Set what does not depend on ΔW.
+        """Set the attributes that do not depend on ΔW.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
+            config: the adapter's config.
+            site: the site, which sets the widths.
 
         Raises:
-            ConfigError: the site is an embedding, or a parameter, and there is dropout.
+            ConfigError: the site is an embedding; or it is a parameter and there is dropout.
         """
         super().__init__()
         self.scaling = config.scaling_at(site.name)
@@ -133,14 +133,14 @@ class Lycoris(WeightAdapter):
 
     @abstractmethod
     def delta(self, dtype: torch.dtype) -> Tensor:
-        """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
+        """Return ΔW `[*experts, d_out, d_in]` without s, in a dtype."""
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
         """Return the tensors, with the ratio of the scalings in one factor."""
         return rescaled(self.state_dict(), self.scaling, slot.scaling, self.scaled)
 
     def kept_rows(self, like: Tensor) -> Tensor | None:
-        """Return the factors of the rows of ΔW in this call, `[d_out]`; None if all are 1.
+        """Return the factors for the rows of ΔW in this call, `[d_out]`; None if all are 1.
 
         Args:
             like: a tensor with their device and dtype.
@@ -152,7 +152,7 @@ class Lycoris(WeightAdapter):
             rows = torch.rand(self.d_out, device=like.device) >= self.rank_dropout
             kept = kept * rows
             if self.rescales:
-                # no row at all leaves zeros, without a division by zero
+                # if no row is kept the result is zero, without a division by zero
                 kept = kept * (self.d_out / rows.sum().clamp(min=1)).to(kept.dtype)
         if self.module_dropout:
             kept = kept * (torch.rand(1, device=like.device) >= self.module_dropout)
@@ -185,7 +185,7 @@ def tucker(t: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _third(t: Tensor, site: Site) -> Tensor:
-    """Return the third factor as PEFT stores it, of a 1-D convolution with a last dimension 1."""
+    """Return the third factor as PEFT stores it; at a 1-D convolution with a last dimension 1."""
     sizes = site.kernel if len(site.kernel) > 1 else (*site.kernel, 1)
     stored: Tensor = t.unflatten(2, sizes)  # [r, r, *kernel]
     return stored
@@ -206,8 +206,8 @@ def peft_spelling(
 
     Args:
         peft_type: in its files.
-        class_name: of its config.
-        names: of the tensors.
+        class_name: name of its config class.
+        names: names of the tensors.
         extra: fields that the other method does not have.
         **more: other arguments of `PeftSpelling`.
     """
@@ -237,10 +237,10 @@ def peft_spelling(
 
 
 def not_in_peft(placement: Placement) -> str | None:
-    """Return why PEFT's format cannot express an adapter; None: it can."""
+    """Return why PEFT's format cannot express an adapter; None if it can."""
     kind = type(placement.config).__name__
     if len(placement.site.kernel) > 2:
-        return f"a {kind} at {placement.site.path!r}, a 3-D convolution, where PEFT has none"
+        return f"a {kind} at {placement.site.path!r}, a 3-D convolution, which PEFT's cannot adapt"
     if (why := ignored(placement.site, "padding_mode")) is not None:
         return why
     return unsayable(placement, f"a {kind}", "PEFT's method does not work")

@@ -42,7 +42,7 @@ _NAMES = {
     "control_trans.2.bias": "up.bias",
     "control_trans": "table",
 }
-# next to the gates, adapters saves another copy of all tables for each attention
+# besides the gates, adapters saves another copy of all tables for each attention
 _POOL = "prefix_tuning.pool"
 
 
@@ -102,7 +102,7 @@ _PREFIX_ARGUMENTS = PeftArguments(
         "num_virtual_tokens": ours(None, "prefix_length"),
         "encoder_hidden_size": ours(None, "bottleneck_size"),
         "prefix_projection": PeftArgument(
-            False, "flat", {True: False, False: True}, "legal are True and False."
+            False, "flat", {True: False, False: True}, "valid are True and False."
         ),
         "init_weights": ours(None, "init_weights"),
     },
@@ -182,14 +182,14 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     if not all(name.startswith(f"{at}.") for name in tensors):
         if at == TIED:
             raise only_native(
-                f"convention={config['convention']!r}, and PEFT's decoders share keys and values "
+                f"convention={config['convention']!r}, but PEFT's decoders share keys and values "
                 f"(convention='peft')"
             )
-        raise only_native("this model's towers have a prefix each")
+        raise only_native("each of this model's towers has a prefix")
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise only_native(f"heads differ between blocks, or leave_out={list(config['leave_out'])}")
     if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
-        raise only_native("positions='kept', and PEFT has positions='shifted'")
+        raise only_native("positions='kept', but PEFT has positions='shifted'")
     table = _product({n.removeprefix(f"{at}."): t for n, t in tensors.items()}, config)
     sizes = _sizes(attentions, anatomy)
     return {
@@ -202,7 +202,7 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
 
 
 def _decoding(anatomy: Anatomy) -> list[Site]:
-    """Return the attention modules of PEFT's cache: self-attention, only the decoder's if any."""
+    """Return the attentions of PEFT's cache: self-attention, only the decoder's if there is one."""
     crossed = {a.stack for a in anatomy.attentions if a.cross}
     return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
 
@@ -234,12 +234,12 @@ def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
 def _unsayable(placement: Placement) -> str | None:
     config, name = placement.config, type(placement.config).__name__
     if config["use_gating"]:
-        return f"{name}(use_gating=True), and PEFT's prefixes have no gate"
+        return f"{name}(use_gating=True), but PEFT's prefixes have no gate"
     if config["convention"] == "adapterhub":
         return f"{name}(convention='adapterhub'), which PEFT does not have"
     if placement.location in ("encoder_prefix", "cross_prefix"):
         return (
-            f"a prefix at {placement.site.path!r}, and PEFT's are only in the self-attention of a "
+            f"a prefix at {placement.site.path!r}, but PEFT's are only in the self-attention of a "
             f"decoder (encoder_prefix=False, cross_prefix=False)"
         )
     return None
@@ -257,7 +257,7 @@ _PROMPT_ARGUMENTS = PeftArguments(
             "RANDOM",
             "prompt_init",
             {"RANDOM": "random_uniform", "SAMPLE_VOCAB": "from_vocab", "TEXT": "from_string"},
-            "legal are 'RANDOM', 'SAMPLE_VOCAB' and 'TEXT'. Write one of these.",
+            "valid are 'RANDOM', 'SAMPLE_VOCAB' and 'TEXT'. Write one of these.",
         ),
         "prompt_tuning_init_text": ours(None, "prompt_init_text"),
         "tokenizer_name_or_path": PeftArgument(
@@ -299,7 +299,7 @@ def prompt_peft(config: type[AdapterConfig]) -> PeftSpelling:
 
 
 def p_tuning(config: type[AdapterConfig]) -> PeftSpelling:
-    """Return how PEFT spells p-tuning (Liu et al. 2021, arXiv:2103.10385), which is only read.
+    """Return how PEFT spells p-tuning (Liu et al. 2021, arXiv:2103.10385), which can only be read.
 
     A network computes the rows in training; the file holds its output.
     """
@@ -311,9 +311,9 @@ def p_tuning(config: type[AdapterConfig]) -> PeftSpelling:
 
 
 def cpt(config: type[AdapterConfig]) -> PeftSpelling:
-    """Return how PEFT spells CPT (Blau et al. 2024, arXiv:2410.17222), which is only read.
+    """Return how PEFT spells CPT (Blau et al. 2024, arXiv:2410.17222), which can only be read.
 
-    The rows are those of tokens plus a bounded trained part; the file holds the sum.
+    The rows are token embeddings plus a bounded trained part; the file holds the sum.
     """
     inert = """
         cpt_mask cpt_token_ids cpt_tokens_type_mask opt_loss_decay_factor opt_projection_epsilon
@@ -324,7 +324,7 @@ def cpt(config: type[AdapterConfig]) -> PeftSpelling:
 
 
 def _rows(config: type[AdapterConfig], peft_type: str, inert: str) -> PeftSpelling:
-    """Return the spelling of a method whose file holds the rows."""
+    """Return the spelling of a method whose file holds only the rows."""
     sizes = "num_attention_heads num_layers num_transformer_submodules token_dim"
     return PeftSpelling(
         config=config,

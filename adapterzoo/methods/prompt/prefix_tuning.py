@@ -7,11 +7,11 @@ attention: K' = [Tₖ; K], V' = [Tᵥ; V], after projection and rotation, visibl
 gate g, the mean of σ(W x + b) over the prompt, they are g Tₖ and g Tᵥ; x is the attention's input.
 
 Differs from the paper: nothing. Differs from adapters: a gate reads the real tokens of the prompt,
-so that padding and a cache change nothing, and a relative position bias keeps the distances between
+so padding and a cache change nothing, and a relative position bias keeps the distances between
 tokens; `convention="adapterhub"` computes the same as adapters. Differs from PEFT: an
-encoder-decoder has prefixes in all attentions, and tokens keep their positions; PEFT's files load
+encoder-decoder has prefixes in all attentions, and tokens keep their positions. PEFT's files load
 with `positions="shifted"`: tokens are numbered from P on, as after a cache; and with
-`convention="peft"`: layer i of a decoder beside an encoder takes keys and values 2i mod N.
+`convention="peft"`: layer i of an encoder-decoder's decoder takes keys and values 2i mod N.
 Cost: P · 2 · N · H · e parameters for N attentions of H heads of width e; an MLP in training.
 Cannot do: merging; unknown classes that compute attention scores, or shifted positions, themselves.
 """
@@ -78,25 +78,25 @@ class PrefixTuningConfig(ConfigWithCopies):
     Attributes:
         encoder_prefix: prefixes in the encoder of an encoder-decoder.
         cross_prefix: prefixes in its cross-attention.
-        leave_out: numbers of blocks without a prefix; encoder blocks first, then decoder.
+        leave_out: numbers of blocks without a prefix; encoder blocks come first.
         flat: whether T is trained directly, without an MLP.
         prefix_length: P, 1 to 65,536.
-        bottleneck_size: width inside of the MLP.
+        bottleneck_size: width inside the MLP.
         non_linearity: φ.
         dropout: probability, 0 to below 1, of dropping a value of T.
         use_gating: whether the keys and values of each attention have a gate.
         shared_gating: whether keys and values share the gate.
         init_weights: None: the values of the prefix are normal; "zero": they are zero.
         init_weights_seed: makes the initial values reproducible.
-        convention: "paper"; "peft": layers of a decoder beside an encoder share keys and values;
+        convention: "paper"; "peft": layers of an encoder-decoder's decoder share keys and values;
             or "adapterhub": a gate reads all tokens of the call, padding included; a relative
             position bias counts keys from the first of the prefix, and rotary positions count
             padding.
         positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
-        dtype: of the parameters, by name ("float32"); None for that of the model.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the model.
     """
 
-    # T if it is flat, otherwise the parameters of the MLP
+    # T if it is flat, else the parameters of the MLP
     averages_shared = True
     starts_as_identity = False
 
@@ -213,7 +213,7 @@ class PositionShift(PositionAdapter):
     """Token t has position t + P."""
 
     def __init__(self, length: int) -> None:
-        """Take P."""
+        """Store P."""
         super().__init__()
         self.length = length
 
@@ -229,9 +229,9 @@ def location_of(attention: Site, anatomy: Anatomy, tied: bool) -> str:
     """Return the location of an attention in a model without towers.
 
     Args:
-        attention: of the model.
-        anatomy: of the model.
-        tied: whether layers of a decoder beside an encoder share keys and values.
+        attention: the model's attention.
+        anatomy: the model's anatomy.
+        tied: whether layers of an encoder-decoder's decoder share keys and values.
     """
     if attention.cross:
         return "cross_prefix"
@@ -244,10 +244,10 @@ def location_of(attention: Site, anatomy: Anatomy, tied: bool) -> str:
 def by_tower(placements: Sequence[Placement]) -> list[Placement]:
     """Return the placements with a location for each tower, such as "text_model_self_prefix".
 
-    Towers of text and images get tables of their own, since their widths differ.
+    Towers of text and images get their own tables, since their widths differ.
 
     Args:
-        placements: at attentions, with the locations of a model without towers.
+        placements: placements at attentions, with the locations of a model without towers.
     """
     towers = [p.site.stack.partition(".")[0] if p.location == SELF else "" for p in placements]
     if len({*towers} - {""}) < 2:
@@ -260,7 +260,7 @@ class PrefixTable(nn.Module):
     """T `[P, Σ H (key width + value width)]` of the attentions of one location, in model order.
 
     Attributes:
-        table: T itself if it is flat; otherwise None.
+        table: T itself if it is flat, else None.
         wte: E `[P, d_model]`, unless T is flat.
         down: W₁, b₁ `[m, d_model]`, unless T is flat.
         up: W₂, b₂ `[Σ H (key width + value width), m]`, unless T is flat.
@@ -278,11 +278,11 @@ class PrefixTable(nn.Module):
         """Make the parameters.
 
         Args:
-            config: of the adapter.
+            config: the adapter's config.
             sites: the attentions.
-            location: of them, such as "self_prefix".
-            device: of the parameters.
-            dtype: of the parameters.
+            location: where they act, such as "self_prefix".
+            device: device for the parameters.
+            dtype: dtype of the parameters.
         """
         super().__init__()
         source = generator(config.init_weights_seed, location)
@@ -291,7 +291,7 @@ class PrefixTable(nn.Module):
         widths = [sum(site.head_widths) * site.heads for site in sites]
         starts, width = list(accumulate(widths, initial=0)), sum(widths)
         for i, site in enumerate(sites):
-            # PEFT doubles its list of pairs and gives each layer two of them, of which one is read
+            # PEFT doubles its list of pairs and gives each layer two of them, one of which is read
             pair = 2 * i % len(sites) if location == TIED else i
             self.places[site.path] = starts[pair]
         self.dropout: float = config.dropout
@@ -327,7 +327,7 @@ class PrefixTable(nn.Module):
 
     @torch.no_grad()
     def eject(self) -> bool:
-        """Keep T instead of the MLP that computes it; False if there is none."""
+        """Replace the MLP by the T that it computes; return False without an MLP."""
         if self.table is not None:
             return False
         inner = self.activation(self.down(self.wte))  # [P, m]

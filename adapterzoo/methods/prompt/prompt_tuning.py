@@ -2,13 +2,12 @@
 
 Paper: Lester et al. 2021, arXiv:2104.08691, §2.
 P trained rows E `[P, d]` precede the embedded tokens: `[E; x]`, or `[x₀; E; x₁ …]` with
-`combine="prefix_after_bos"`; in encoder-decoders, those of the encoder. The rest of the model sees
+`combine="prefix_after_bos"`; in encoder-decoders, the encoder's tokens. The rest of the model sees
 them as tokens: every query attends to them, other adapters count them, and outputs are P longer.
-
 With `joins="inputs"`, as in the paper and in PEFT, the rows are embedded like words: positions,
 types, norms and scales apply, and tokens have the positions P, P + 1, …. With
 `joins="embeddings"`, as in adapters, they join the output of the embedding module, without any of
-these, and tokens keep their positions; if a model adds positions in its attention, they include P
+these, and tokens keep their positions; if a model adds positions in its attention, these include P
 in both cases.
 
 Differs from the paper: nothing. Differs from PEFT: in rows padded on the left, E directly precedes
@@ -55,14 +54,14 @@ class PromptTuningConfig(ConfigWithCopies):
     Attributes:
         prompt_length: P, 1 to 65,536.
         prompt_init: "random_uniform", within ±0.5; "from_vocab": the embeddings of random tokens,
-            as PEFT's "SAMPLE_VOCAB"; or "from_string": those of the tokens of a text, repeated or
+            as PEFT's "SAMPLE_VOCAB"; or "from_string": those of a text's tokens, repeated or
             cut to P.
-        prompt_init_text: the text; the tokenizer is that of the model's name.
+        prompt_init_text: the text; its tokenizer is found by the model's name.
         combine: "prefix", before the first token; or "prefix_after_bos", after it.
         joins: "inputs" or "embeddings", see above; None: "inputs" if the model has a table of
-            tokens, otherwise "embeddings".
+            tokens, else "embeddings".
         init_weights_seed: makes the initial values reproducible.
-        dtype: of E, by name ("float32"); None for that of the model.
+        dtype: dtype of E, by name ("float32"); None for that of the model.
     """
 
     training_fields: ClassVar[frozenset[str]] = AdapterConfig.training_fields | {
@@ -86,12 +85,12 @@ class PromptTuningConfig(ConfigWithCopies):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or the text is missing.
+            ConfigError: a value is invalid, or the text is missing.
         """
         super().__post_init__()
         if self.prompt_init == "from_string" and not self.prompt_init_text:
             raise ConfigError(
-                "PromptTuningConfig(prompt_init='from_string'): there is no text. Write "
+                "PromptTuningConfig(prompt_init='from_string'): no text is given. Write "
                 "prompt_init_text='Classify the review:'."
             )
 
@@ -126,12 +125,12 @@ class PromptTuningConfig(ConfigWithCopies):
         return Prompt(self, placements[0].site.d_out, device, dtype)
 
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str | int], Tensor]) -> None:
-        """Take the embeddings of the text, or of random tokens."""
+        """Copy the embeddings of the text, or of random tokens."""
         if self.prompt_init != "random_uniform":
             is_text = self.prompt_init == "from_string"
             rows = embedded((self.prompt_init_text or "") if is_text else self.prompt_length)
             prompt = cast("Prompt", shared).prompt_embedding
-            # repeated if they are fewer than P
+            # repeated if there are fewer than P
             steps = torch.arange(len(prompt), device=rows.device) % len(rows)
             with torch.no_grad():
                 prompt.copy_(rows[steps])
@@ -152,10 +151,10 @@ class Prompt(Contained):
         """Draw the rows.
 
         Args:
-            config: of the adapter.
+            config: the adapter's config.
             width: d.
-            device: of E.
-            dtype: of E, if the config has none.
+            device: device of E.
+            dtype: dtype of E, if the config has none.
         """
         super().__init__()
         fresh = uniform(0.5, generator(config.init_weights_seed, "prompt"))
@@ -169,7 +168,7 @@ class PromptTuning(PromptAdapter):
     container = Prompt.container
 
     def __init__(self, config: PromptTuningConfig, joins: Joins) -> None:
-        """Record the number of rows, and what they join."""
+        """Record the number of rows, and where they join."""
         super().__init__()
         self.length = config.prompt_length
         self.after_first = config.combine == "prefix_after_bos"

@@ -5,7 +5,7 @@ y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
 Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
-x is rotated by blocks instead of a dense rotation; m factors are m on every device (one in PEFT
+x is rotated by blocks instead of by a dense rotation; m factors are m on every device (one in PEFT
 without its CUDA code).
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
@@ -62,14 +62,14 @@ class BOFTConfig(TargetedConfig):
 
     Attributes:
         boft_block_size: features b that a block rotates, at least 2; 0: d_in / `boft_block_num`,
-            or 4 if that is 0 too.
+            or 4 if that is also 0.
         boft_block_num: instead of the size: number of blocks of each factor, d_in / b.
         boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
         boft_dropout: share, 0 to below 1, of the blocks of one random factor that a training step
-            replaces by the identity.
+            replaces with the identity.
         init_weights: True: no rotation, scale 1; False: normal with deviation 0.1 around that.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
     """
 
     training_fields = TargetedConfig.training_fields | {"boft_dropout"}
@@ -86,7 +86,7 @@ class BOFTConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a value is invalid.
         """
         super().__post_init__()
         if (b := self.boft_block_size) and (n := self.boft_block_num):
@@ -100,7 +100,7 @@ class BOFTConfig(TargetedConfig):
         """Return the block size b at a site.
 
         Raises:
-            ConfigError: no block size fits d_in, or not the one asked for.
+            ConfigError: the block size does not fit d_in, or none does.
         """
         m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
         asked = num or self.boft_block_size or 4
@@ -111,12 +111,12 @@ class BOFTConfig(TargetedConfig):
 
 
 class BOFT(Rotating):
-    """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
+    """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` turns W into W · Rot_aᵀ · Rot_bᵀ.
 
     Attributes:
-        boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
+        boft_R: `[m, d_in / b, b, b]`, with experts first if the site has any.
         boft_s: `[d_out, 1]`, likewise.
-        dropout: share of one factor's blocks that training replaces by the identity.
+        dropout: share of one factor's blocks that training replaces with the identity.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BOFT(Rotating):
         """Make the parameters.
 
         Raises:
-            ConfigError: the blocks do not fit d_in, or there is nothing to rotate or to drop.
+            ConfigError: the blocks do not fit d_in, or there is nothing to rotate or drop.
         """
         super().__init__()
         self.dropout = config.boft_dropout
@@ -140,7 +140,7 @@ class BOFT(Rotating):
         self.boft_s = drawn((*site.lead, site.d_out, 1), fresh[1], device, dtype)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer on rotated features, its output scaled but for the bias.
+        """Return the layer on rotated features, with its output scaled, except for the bias.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
@@ -151,7 +151,7 @@ class BOFT(Rotating):
 
     @property
     def row_options(self) -> Hashable | None:
-        """Shape and dtype of the blocks, and dropout; None where there are experts."""
+        """Shape and dtype of the blocks, and dropout; None with experts."""
         R = self.boft_R
         return None if R.dim() > 4 else (tuple(R.shape), R.dtype, self.dropout)
 
@@ -169,11 +169,11 @@ class BOFT(Rotating):
         return groups.restored(compose_reference(y, gain, base.bias), y)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""
+        """Set the scale to 1 and R, whose skew part generates the rotation, to 0."""
         return {"boft_s": torch.ones_like(self.boft_s)}
 
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
-        """Return the factors, folded into one where that is faster."""
+        """Return the factors, folded into one if that is faster."""
         R = self.boft_R.to(dtype)
         return cayley_fold(R, dropped(R, dropout) if dropout else None)
 
@@ -186,7 +186,7 @@ class BOFT(Rotating):
         return (merged * self.boft_s).to(w.dtype)
 
     def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged bias `[d_out]`: the layer's own stays, additions to it are scaled."""
+        """Return the merged bias `[d_out]`: the layer's own is kept, additions to it are scaled."""
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 
@@ -209,7 +209,7 @@ _ARGUMENTS = PeftArguments(
 )
 
 
-# of a convolution, PEFT's BOFT reads the first numbers of these, or nothing
+# at a convolution, PEFT's BOFT reads the first numbers of these, or nothing
 _IGNORED = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
@@ -221,7 +221,7 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
     if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
-            f"its config has boft_n_butterfly_factor={fields['boft_n_butterfly_factor']}, and its "
+            f"its config has boft_n_butterfly_factor={fields['boft_n_butterfly_factor']}, but its "
             f"tensors {m}, which are loaded: PEFT trains one factor without its CUDA extension.",
             stacklevel=2,
         )
@@ -229,14 +229,14 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _unsayable(placement: Placement) -> str | None:
-    """Return why PEFT's format cannot express an adapter; None: it can."""
+    """Return why PEFT's format cannot express an adapter; None if it can."""
     site = placement.site
     why = not_plain_2d(site, "a BOFTConfig") or ignored(site, *_IGNORED)
     return why or unsayable(placement, "a BOFTConfig", "PEFT has no BOFT")
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    """Return PEFT's config fields for each layer: a size of 0 without a number is 4 here."""
+    """Return PEFT's config fields for each layer: a size of 0 without a number becomes 4."""
     sizes = [layer.tensors["boft_R"].shape[-1] for layer in layers]
     return [
         {**fields, "boft_block_size": 0 if fields["boft_block_num"] else size}

@@ -3,14 +3,14 @@
 Papers: Qiu et al. 2023, arXiv:2306.07280; OFTv2: Qiu et al. 2025, arXiv:2506.19847.
 y = (x · diag(Q_1, …, Q_r)) Wᵀ + bias with rotations Q of b features, from skew-symmetric S: the
 Neumann series Q = I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹ ≈ (I + S) (I − S)⁻¹, or (I − S) (I + S)⁻¹ exactly.
-Constrained (`coft`), ‖S‖ ≤ eps / √r, or `eps` where the blocks share S. An embedding's output is
+With `coft`, ‖S‖ ≤ eps / √r, or `eps` if the blocks share S. For an embedding, the output is
 rotated.
 
 Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
-parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
-takes another one; with `convention="peft"` a convolution cannot be merged, where PEFT merges
-another function than that of its forward.
+parameters stay as the optimizer set them; a size that does not divide d_in is refused, while PEFT
+takes another one; with `convention="peft"` a convolution cannot be merged, while PEFT merges
+another function than its forward computes.
 Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
 """
 
@@ -64,7 +64,7 @@ from .rotating import Rotating, block_sizes, dropped, turned_rows
 
 
 def rotated_features(site: Site) -> int:
-    """Return how many features the adapter rotates."""
+    """Return the number of features that the adapter rotates."""
     return site.d_out if site.kind == "embedding" else site.d_in
 
 
@@ -75,20 +75,20 @@ class OFTConfig(TargetedConfig):
     Attributes:
         oft_block_size: features b that a block rotates, at least 2 and a divisor of d_in.
         r: instead of the size, with `oft_block_size=0`: number of blocks, d_in / b.
-        block_share: whether all blocks of a layer are the same.
+        block_share: whether all blocks of a layer are equal.
         use_cayley_neumann: whether Q is a Neumann series, orthogonal only for small S, instead of
             the exact Cayley transform.
-        num_cayley_neumann_terms: of the series, 2 to 64.
+        num_cayley_neumann_terms: number of terms of the series, 2 to 64.
         coft: whether the norms of S are bounded.
-        eps: bound of the norms of all blocks of a layer together.
-        module_dropout: share, 0 to below 1, of the blocks that a training step replaces by the
+        eps: bound for the norm of all blocks of a layer together.
+        module_dropout: share, 0 to below 1, of the blocks that each training step replaces with the
             identity.
         init_weights: True: no rotation; False: normal with deviation 0.1.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
-        convention: of convolutions with a kernel above 1. "paper": their weight is rotated; "peft":
-            each patch of the input is, and the rotated patches are added up in PEFT's order before
-            the convolution, so that even a new adapter changes the output.
+        dtype: dtype of the parameters, by name ("float32"); None for that of the layer.
+        convention: convention for convolutions with a kernel above 1. "paper": their weight is
+            rotated; "peft": each patch of the input is, and the rotated patches are summed in
+            PEFT's order before the convolution, so even a new adapter changes the output.
     """
 
     training_fields = TargetedConfig.training_fields | {"module_dropout"}
@@ -110,27 +110,27 @@ class OFTConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a value is invalid.
         """
         super().__post_init__()
         r, b, kind = self.r, self.oft_block_size, type(self).__name__
         if bool(r) == bool(b):
             hint = f"r={r}, oft_block_size=0" if r else "oft_block_size=32"
             raise ConfigError(
-                f"{kind}(r={r}, oft_block_size={b}): one of them, and only one, says how large the "
-                f"blocks are. Write {kind}({hint})."
+                f"{kind}(r={r}, oft_block_size={b}): exactly one of them must set the size of the "
+                f"blocks. Write {kind}({hint})."
             )
 
     @property
     def gradients_are_exact(self) -> bool:
-        """A constrained S passes its gradient on as it is."""
+        """Whether gradients pass a constrained S unchanged."""
         return not self.coft
 
     def blocks_at(self, site: Site) -> tuple[int, int]:
         """Return the size b of the blocks at a site, and their number.
 
         Raises:
-            ConfigError: no block has the size that is asked for.
+            ConfigError: the blocks cannot have the requested size.
         """
         width = rotated_features(site)
         asked, name = (self.r, "r") if self.r else (self.oft_block_size, "oft_block_size")
@@ -144,7 +144,7 @@ def skew(vectors: Tensor, b: int) -> Tensor:
 
     Args:
         vectors: `[*experts, b (b − 1) / 2]`.
-        b: rows and columns of each matrix.
+        b: number of rows and columns of each matrix.
 
     Returns:
         `[*experts, b, b]`.
@@ -158,11 +158,11 @@ def skew(vectors: Tensor, b: int) -> Tensor:
 def constrained(S: Tensor, eps: float) -> Tensor:
     """Return S with no block's Frobenius norm above eps / √blocks.
 
-    The gradient is that of the constrained S, as if S itself had been set to it.
+    The gradient is that of the constrained S, as if S itself had been set to that value.
 
     Args:
         S: `[*experts, blocks, b, b]`.
-        eps: bound of the norms of all blocks together.
+        eps: bound for the norm of all blocks together.
     """
     limit = eps / S.shape[-3] ** 0.5
     fixed = S.detach()
@@ -174,18 +174,18 @@ def constrained(S: Tensor, eps: float) -> Tensor:
 
 
 class OFT(Rotating):
-    """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
+    """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` turns W into W · Rot_aᵀ · Rot_bᵀ.
 
     Attributes:
         oft_R: upper triangles of S, row by row, `[r, b (b − 1) / 2]`, with experts in front where
             the site has them; r = 1 for blocks that share S.
         block_size: features b of a block.
-        block_number: of blocks in the layer; they may share one vector.
-        terms: of the Neumann series; 0: the exact Cayley transform.
-        eps: bound of the norms; None: there is none.
-        dropout: share of the blocks that training replaces by the identity.
+        block_number: number of blocks in the layer; they may share one vector.
+        terms: number of terms of the Neumann series; 0: the exact Cayley transform.
+        eps: bound for the norm; None without one.
+        dropout: share of the blocks that training replaces with the identity.
         looks_up: whether the layer is an embedding, whose output is rotated.
-        kernel: of a convolution whose patches are added up; else empty.
+        kernel: kernel of a convolution whose patches are summed; else empty.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class OFT(Rotating):
         """Make the parameters.
 
         Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
+            config: the adapter's config.
+            site: the site, which sets the widths.
+            device: device for the parameters.
+            dtype: the layer's dtype.
 
         Raises:
             ConfigError: the blocks do not fit the features, or there is nothing to drop.
@@ -211,8 +211,8 @@ class OFT(Rotating):
         self.kernel = site.kernel if adds_up else ()
         if adds_up and (len(site.kernel) != 2 or site.groups > 1):
             raise ConfigError(
-                f"OFTConfig(convention='peft') at {site.path!r}: PEFT has plain 2-D convolutions "
-                f"only. Write convention='paper'."
+                f"OFTConfig(convention='peft') at {site.path!r}: PEFT has only plain 2-D "
+                f"convolutions. Write convention='paper'."
             )
         self.block_size, self.block_number = b, number = config.blocks_at(site)
         self.terms = config.num_cayley_neumann_terms if config.use_cayley_neumann else 0
@@ -224,20 +224,20 @@ class OFT(Rotating):
         self.oft_R = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer on rotated features; in an embedding `x` is token numbers `[*batch]`.
+        """Return the layer on rotated features; in an embedding `x` is token ids `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         if self.looks_up:
             y = base(x)  # [*batch, d_out]
-            # autocast narrows products, and no look-up
+            # autocast narrows products, but not look-ups
             return rotated(y, self.rotation(y.dtype)).to(y.dtype)
         Q = self.rotation(x.dtype)
         return base(in_layout_of(rotated(x, Q), x, Q))
 
     @property
     def row_options(self) -> Hashable | None:
-        """Sizes and dtype of the blocks, and dropout; None where there are experts."""
+        """Sizes and dtype of the blocks, and dropout; None with experts."""
         if self.oft_R.dim() > 2:
             return None
         return self.block_size, self.block_number, self.oft_R.dtype, self.dropout
@@ -259,7 +259,7 @@ class OFT(Rotating):
         """Return Q, in float64 for a float64 layer, else in float32.
 
         Args:
-            dtype: of the layer.
+            dtype: the layer's dtype.
 
         Returns:
             `[*experts, 1, number, b, b]`: one factor of a butterfly.
@@ -270,7 +270,7 @@ class OFT(Rotating):
         return self._all(recomputed(lambda v: cayley_neumann(self._skew(v), self.terms), wide))
 
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
-        """Return the rotations of the blocks, folded where that is faster."""
+        """Return the rotations of the blocks, folded if that is faster."""
         if self.terms or self.oft_R.shape[-2] < self.block_number:
             Q = self.rotations(dtype)
             return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
@@ -283,7 +283,7 @@ class OFT(Rotating):
         return S if self.eps is None else constrained(S, self.eps)
 
     def _all(self, Q: Tensor) -> Tensor:
-        """Return `Q` `[*experts, number or 1, b, b]` as one factor, of all blocks."""
+        """Return `Q` `[*experts, number or 1, b, b]` as one factor of all blocks."""
         b = self.block_size
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.block_number, b, b)
 
@@ -303,11 +303,11 @@ class OFT(Rotating):
         In an embedding, whose columns are the tokens, it is Rotᵀ · w.
 
         Raises:
-            StateError: patches are added up.
+            StateError: patches are summed.
         """
         if self.kernel:
             raise StateError(
-                "OFTConfig(convention='peft') adds up patches of the input, which no weight does. "
+                "OFTConfig(convention='peft') sums patches of the input, which no weight can do. "
                 "Keep the adapter active."
             )
         Q = self.rotations(w.dtype)
@@ -336,7 +336,7 @@ _ARGUMENTS = PeftArguments(
     },
     implied={"convention": "peft"},
 )  # fmt: skip
-# the first release of PEFT with today's Neumann series
+# the first release of PEFT with the current Neumann series
 _RELEASE = "0.18.0"
 
 
@@ -358,7 +358,7 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
 def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return the fields of our config at a layer.
 
-    The tensor gives the blocks: PEFT takes the nearest size or number that divides the width.
+    The tensor determines the blocks: PEFT takes the nearest size or number that divides the width.
     """
     fields = {**without_idle(OFTConfig, fields), "convention": "peft"}
     # a tensor has b (b - 1) / 2 numbers for each block of b features
@@ -373,7 +373,7 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 def _unsayable(placement: Placement) -> str | None:
     site = placement.site
     if math.prod(site.kernel) > 1 and placement.config["convention"] != "peft":
-        return f"OFTConfig(convention='paper') at {site.path!r}, where PEFT adds up patches"
+        return f"OFTConfig(convention='paper') at {site.path!r}, where PEFT sums patches"
     why = not_plain_2d(site, "an OFTConfig") or ignored(site, "kernel_size", "dilation")
     return why or unsayable(placement, "an OFTConfig", "PEFT has no OFT")
 

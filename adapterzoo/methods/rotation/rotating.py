@@ -1,4 +1,4 @@
-"""Rotations of blocks of features, which OFT and BOFT share."""
+"""Rotations of blocks of features, shared by OFT and BOFT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rotating(WeightAdapter):
     """Base of the adapters that rotate the layer's input by chunks.
 
     Attributes:
-        dropout: share of the blocks that training replaces by the identity.
+        dropout: share of the blocks that training replaces with the identity.
     """
 
     adapts_convolutions = True
@@ -27,11 +27,11 @@ class Rotating(WeightAdapter):
 
     @abstractmethod
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
-        """Return the rotations by chunks, folded into one factor where that is faster.
+        """Return the rotations by chunks, folded into one factor if that is faster.
 
         Args:
-            dropout: share of the blocks that are replaced by the identity.
-            dtype: of the features.
+            dropout: share of the blocks that are replaced with the identity.
+            dtype: dtype of the features.
 
         Returns:
             `[*experts, 1 or m, chunks, width, width]`, in float32 or float64.
@@ -46,19 +46,19 @@ class Rotating(WeightAdapter):
         return self.turned(w, base, 0.0)
 
     def trained_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the weight with the blocks that training drops in this call as the identity."""
+        """Return the weight with the identity for the blocks that training drops in this call."""
         return self.turned(w, base, self.dropout if self.training else 0.0)
 
     def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the rotated convolution.
 
         Raises:
-            CompositionError: an earlier adapter acts, whose output cannot be rotated.
+            CompositionError: the output of an earlier adapter cannot be rotated.
         """
         if not base.is_original:
             kind = type(self).__name__
             raise CompositionError(
-                f"{kind} at a convolution rotates its weight, without the adapters before it in a "
+                f"{kind} at a convolution rotates its weight, without the earlier adapters in a "
                 f"Stack. Write the {kind} adapter first."
             )
         return super().convolved(x, base)
@@ -67,7 +67,7 @@ class Rotating(WeightAdapter):
         """Return the rotations by chunks, see `folded`.
 
         Args:
-            dtype: of the features.
+            dtype: dtype of the features.
         """
         dtype = compute_dtype(dtype)
         make = partial(self.folded, self.dropout if self.training else 0.0, dtype)
@@ -79,7 +79,7 @@ def turned_rows(stack: Tensor, groups: RowGroups, x: Tensor) -> Tensor:
 
     Args:
         stack: `rotation` of each adapter, `[n, 1 or m, chunks, width, width]`.
-        groups: which adapter each row takes.
+        groups: the adapter of each row.
         x: `[rows, *tokens, d]`.
     """
     Q, own = groups.taken(stack), groups.acting(x)
@@ -88,7 +88,7 @@ def turned_rows(stack: Tensor, groups: RowGroups, x: Tensor) -> Tensor:
 
 @cache
 def block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
-    """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
+    """Return the valid sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
     step = 1 if factors == 1 else 2
     return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
 

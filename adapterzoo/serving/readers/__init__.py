@@ -22,8 +22,8 @@ class Reader:
     """How a server reads a folder.
 
     Attributes:
-        version: of the server.
-        read: returns what it makes of PEFT's config and tensors for a plain model.
+        version: the server's version.
+        read: a function that returns its reading of PEFT's config and tensors.
     """
 
     version: str

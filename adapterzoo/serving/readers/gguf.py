@@ -29,7 +29,7 @@ VERSION = "llama.cpp in llama-cpp-python 0.3.36"
 _BLOCK = r"model\.layers\.(\d+)\."
 _ATTENTION = rf"{_BLOCK}self_attn\.[qkvo]_proj"
 _LLAMA = rf"{_ATTENTION}|{_BLOCK}mlp\.(gate|up|down)_proj|model\.embed_tokens|lm_head"
-# names in conversion/*.py and tensor_mapping.py, as far as models of transformers have them
+# names in conversion/*.py and tensor_mapping.py that models of transformers have
 _MODELS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
     "phi3": rf"{_BLOCK}(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)|"
@@ -49,7 +49,7 @@ _EXPERTS = {
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module) -> Reading:
-    """Return what llama.cpp makes of an adapter; arguments as of the reader for vLLM."""
+    """Return what llama.cpp makes of an adapter; the arguments are those of `vllm.read`."""
     found = Reading()
     model_type = type_of(base, _MODELS, found)
     if model_type is None:
@@ -63,7 +63,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
     for key, tensor in sorted(tensors.items()):
         factor = re.search(r"\.lora_(?:embedding_)?([AB])(\.weight)?$", key)
         if factor is None:
-            # `.base_layer.weight` is skipped; norms are converted, and skipped by the loader
+            # `.base_layer.weight` is skipped; norms are converted, but the loader skips them
             if ".base_layer.weight" in key or "_layernorm" in key or ".norm" in key:
                 found.dropped.append(key)
             else:
@@ -99,7 +99,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
 def _update(
     name: str, pair: Mapping[str, Tensor], alpha: float, base: nn.Module, experts: dict[str, int]
 ) -> Update:
-    """Return the change of a layer; counts the matrices of experts."""
+    """Return the change of a layer, and count the matrices of experts."""
     a, b = pair["A"], pair["B"]
     # get_scale: by the rank of each tensor
     scale = alpha / b.shape[-1] if alpha else 1.0
@@ -112,17 +112,17 @@ def _update(
     path = name
     names = dict(base.named_modules())
     if path not in names:
-        # a BertModel or a model around it
+        # a BertModel, or a model that contains one
         path = next((p for p in (f"bert.{name}", name.removeprefix("bert.")) if p in names), name)
     return Update(path, a, b, scale, looked_up=isinstance(names.get(path), nn.Embedding))
 
 
-# --- a file of the converter ---
+# --- the converter's file ---
 
-# of the values of GGUF: bytes, by type; 8 is a string, 9 an array
+# byte sizes of GGUF's value types; 8 is a string, 9 an array
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _FLOAT = 8, 9, 6
-# of tensors that the converter writes
+# types of the tensors that the converter writes
 _DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _ALIGNMENT = 32
 
@@ -147,12 +147,12 @@ def convert(converter: str, folder: str, base: nn.Module) -> Reading:
 
     Args:
         converter: path of `convert_lora_to_gguf.py`.
-        folder: of PEFT.
+        folder: a PEFT folder.
         base: the plain model.
     """
     found = Reading()
     with tempfile.TemporaryDirectory() as temporary:
-        # the converter reads the config only
+        # the converter reads only the config
         base.config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         file = Path(temporary) / "adapter.gguf"
         ran = subprocess.run(
@@ -191,7 +191,7 @@ def convert(converter: str, folder: str, base: nn.Module) -> Reading:
 
 
 def _path(name: str, base: nn.Module) -> str | None:
-    """Return the path of the module in transformers that has a tensor of llama.cpp."""
+    """Return the path of the transformers module for a tensor of llama.cpp."""
     config: Any = base.config
     names = {*dict(base.named_modules())}
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
@@ -239,7 +239,7 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values and the tensors of a GGUF file.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     try:
         return _contents(data)

@@ -47,12 +47,12 @@ _TGI: Mapping[str, tuple[str, tuple[str, ...]]] = {
 def read_lorax(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module
 ) -> Reading:
-    """Return what LoRAX makes of an adapter; arguments as of the reader for vLLM."""
+    """Return what LoRAX makes of an adapter; the arguments are those of `vllm.read`."""
     return _read(config, tensors, base, _LORAX)
 
 
 def read_tgi(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module) -> Reading:
-    """Return what TGI makes of an adapter; arguments as of the reader for vLLM."""
+    """Return what TGI makes of an adapter; the arguments are those of `vllm.read`."""
     return _read(config, tensors, base, _TGI)
 
 
@@ -66,7 +66,7 @@ def _read(
     model_type = type_of(base, models, found)
     if model_type is None:
         return found
-    # PEFT's class for the type is loaded, and asked for these
+    # PEFT's class for this type is loaded, and must have these fields
     if config.get("peft_type") != "LORA":
         found.refused.append(f"the config of {config.get('peft_type')!r} has no lora_alpha")
         return found
@@ -81,7 +81,7 @@ def _read(
             paths.append(f"{blocks}.{number}.{kind}")
             number += 1
         pairs = [_pair(path, tensors) for path in paths]
-        # a kind of layer is left out unless every block has it
+        # a kind of layer is skipped unless every block has it
         if not pairs or None in pairs:
             continue
         scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)

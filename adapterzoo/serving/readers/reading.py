@@ -1,4 +1,4 @@
-"""What a server makes of a folder: the changes that it applies, and what it drops or refuses."""
+"""What a server makes of a folder: the changes it applies, and what it drops or refuses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Update:
     """A change of a weight of the base model: scale · B A.
 
     Attributes:
-        path: of the module in transformers.
+        path: path of the module in transformers.
         a: `[rank, d_in]`.
         b: `[d_out, rank]`.
         scale: as the server computes it.
-        parameter: of the module.
-        expert: its number, if the parameter holds several.
+        parameter: the module's parameter.
+        expert: number of the expert, if the parameter holds several.
         part: its number and their count, if it is one of several parts of the output features.
         looked_up: whether the layer looks rows up, so that the weight is `[d_in, d_out]`.
     """
@@ -45,10 +45,10 @@ class Reading:
     """What a server makes of a folder.
 
     Attributes:
-        updates: that it applies.
+        updates: the updates that it applies.
         heads: full tensors that replace those of the base model, by key in transformers.
         dropped: keys in the file that it ignores.
-        refused: why it does not load the folder; empty: it does.
+        refused: why it does not load the folder; empty if it does.
         needs: options that it must be started with.
     """
 
@@ -60,7 +60,7 @@ class Reading:
 
 
 def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of a folder of PEFT.
+    """Return the config and the tensors of a PEFT folder.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -70,7 +70,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     except (OSError, RecursionError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            f"{str(folder)!r} is not a folder of PEFT with safetensors ({error}). Write it with "
+            f"{str(folder)!r} is not a PEFT folder with safetensors ({error}). Write it with "
             "save_adapter(…, format='peft')."
         ) from error
     if not isinstance(config, dict):
@@ -79,7 +79,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def type_of(base: nn.Module, known: Container[str], found: Reading) -> str | None:
-    """Return the type of a model; None, with a reason in `found`, if it takes no adapters there.
+    """Return a model's type; None, with a reason in `found`, if the server cannot adapt it.
 
     Args:
         base: the plain model.
@@ -94,7 +94,7 @@ def type_of(base: nn.Module, known: Container[str], found: Reading) -> str | Non
 
 
 def linear_layers(base: nn.Module) -> set[str]:
-    """Return the paths of the linear layers of a model."""
+    """Return the paths of a model's linear layers."""
     # GPT-2's are transformers' own class
     kinds = ("Linear", "Conv1D")
     return {path for path, module in base.named_modules() if type(module).__name__ in kinds}
@@ -102,11 +102,11 @@ def linear_layers(base: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def apply(base: nn.Module, reading: Reading) -> None:
-    """Apply what a server has read to a plain model, whose layers then share no weights.
+    """Apply what a server has read to a plain model; its layers then share no weights.
 
     Args:
-        base: of transformers; is changed.
-        reading: of a folder.
+        base: the plain model; changed in place.
+        reading: reading of a folder.
 
     Raises:
         CheckpointError: a change or a head does not fit its weight.
@@ -138,7 +138,7 @@ def apply(base: nn.Module, reading: Reading) -> None:
 
 
 def untie(base: nn.Module) -> None:
-    """Give each module a weight of its own: servers change the layer, not what it shares."""
+    """Give each module its own weight: servers change the layer, not what it shares."""
     seen: set[int] = set()
     for module in base.modules():
         for name, parameter in module.named_parameters(recurse=False):

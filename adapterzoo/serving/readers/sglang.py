@@ -28,12 +28,12 @@ _NORMALIZED = {
     "vocab_emb": "embed_tokens", "embeddings": "embed_tokens", "word_embeddings": "embed_tokens",
     "output": "lm_head", "unembed_tokens": "lm_head",
 }  # fmt: skip
-# get_default_hidden_dim knows the sizes of these only
+# the only ones whose sizes get_default_hidden_dim knows
 _SIZED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"}
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Module) -> Reading:
-    """Return what SGLang makes of an adapter; arguments as of the reader for vLLM."""
+    """Return what SGLang makes of an adapter; the arguments are those of `vllm.read`."""
     found = Reading()
     if type_of(base, _MODELS, found) is None:
         return found
@@ -64,7 +64,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
             module = "embed_tokens" if "embed_tokens" in name else "lm_head"
             (outside.update({name: tensor}) if module in targets else found.dropped.append(key))
         else:
-            # input_embeddings and output_embeddings are of added tokens, which are refused
+            # input_embeddings and output_embeddings belong to added tokens, which are refused
             found.dropped.append(key)
     count = int(base.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     # always alpha / r: use_rslora and the patterns are not read
@@ -106,8 +106,8 @@ def _block(
             continue
         factor = "lora_A" if "lora_A" in name else "lora_B"
         if "lora_A" not in name and "lora_B.weight" not in name:
-            # takes the place of B in the buffer, whose shape it does not have
-            found.refused.append(f"{name}: its shape is not that of the buffer")
+            # would be written to the buffer of B, which has another shape
+            found.refused.append(f"{name}: the shape is not that of the buffer")
             continue
         if tensor.shape[0 if factor == "lora_A" else 1] != rank:
             found.refused.append(f"{name}: the shape is not that of a buffer of rank {rank}")
@@ -125,7 +125,7 @@ def _update(
     found: Reading, number: int, module: str, pair: Mapping[str, Tensor], scale: float,
     base: nn.Module,
 ) -> None:  # fmt: skip
-    """Find the layer of the block: by the last name, wherever it is."""
+    """Find the layer in the block by its last name alone."""
     a, b, leaf = pair["lora_A"], pair["lora_B"], module.rpartition(".")[2]
     expert = re.search(r"experts\.(\d+)\.", f"{module}.")
     if expert is not None:
@@ -155,7 +155,7 @@ def _outside(
     for name, tensor in weights.items():
         factor = re.search(r"lora_(?:embedding_)?([AB])", name)
         if factor is None:
-            # such as a trained copy of the layer
+            # for example a trained copy of the layer
             found.dropped.append(name)
             continue
         if tensor.shape["AB".index(factor[1])] != rank:

@@ -23,11 +23,11 @@ VERSION = "vLLM 0.32.0"
 
 @dataclass(frozen=True)
 class _Model:
-    """What a class of vllm/model_executor/models says.
+    """Facts from a class of vllm/model_executor/models.
 
     Attributes:
         embeddings: `embedding_modules`.
-        experts: path of the experts in vLLM and their names, gate, down and up.
+        experts: path of the experts in vLLM, and the names of gate, down and up.
         substitutes: `orig_to_new_substr` of its mapper.
     """
 
@@ -55,10 +55,10 @@ _MODELS = {
 
 # PEFTHelper._init_is_supported
 _PURE_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-# PEFTHelper._validate_features: a value that is set refuses the adapter
+# PEFTHelper._validate_features: the adapter is refused if any of these is set
 _REFUSED = ("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora",
             "use_qalora")  # fmt: skip
-# vllm/config/lora.py: MaxLoRARanks, of which 16 is the default
+# vllm/config/lora.py: MaxLoRARanks; the default is 16
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _DEFAULT_RANK = 16
 
@@ -67,8 +67,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: nn.Modu
     """Return what vLLM makes of an adapter.
 
     Args:
-        config: of PEFT.
-        tensors: of PEFT.
+        config: PEFT's config.
+        tensors: PEFT's tensors.
         base: the plain model.
     """
     found = Reading()
@@ -147,7 +147,7 @@ def _mapped(name: str, model: _Model) -> str:
 
 
 def _parsed(name: str) -> tuple[str, str] | None:
-    """Return module and factor of a key, `parse_fine_tuned_lora_name`."""
+    """Return the module and the factor of a key, `parse_fine_tuned_lora_name`."""
     parts = name.split(".")
     if len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in ("lora_A", "lora_B"):
         return ".".join(parts[:-2]), parts[-2]
@@ -202,7 +202,7 @@ def _assign(
     model: _Model,
     base: nn.Module,
 ) -> None:
-    """Give each module of the server its factors; what no module asks for is never used."""
+    """Give each of the server's modules its factors; factors that no module asks for are unused."""
     modules = dict(base.named_modules())
     outside = {path for path in modules if path.rpartition(".")[2] in model.embeddings}
     experts: dict[str, dict[tuple[int, str], str]] = {}

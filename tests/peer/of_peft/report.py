@@ -46,10 +46,10 @@ _ALLOWED = {
 # texts of errors, or of names of tests → the difference
 _DOCUMENTED = {
     "_lora_conversion_but_no_support": "more methods convert to LoRA",
-    "adds up patches of the input": "OFT at convolutions, where PEFT merges another function",
+    "sums patches of the input": "OFT at convolutions, where PEFT merges another function",
     "alora_invocation_tokens": "aLoRA in what does not show the invocation",
     "are quantized. Write model.dequantize": "merging into quantized weights",
-    "combines low-rank factors, and a row": "SVDs of rows of tables",
+    "combines low-rank factors, but a row": "SVDs of rows of tables",
     "corda_config.cache_file": "CorDA takes its data with the config",
     "do more than add theirs": "biases of layers that do more than add them",
     "drops no features of the weight": "dropout where it has no effect in PEFT",
