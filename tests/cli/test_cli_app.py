@@ -131,6 +131,16 @@ def test_what_is_wrong_is_told_without_slow_imports(tmp_path, case):
     assert message in done.stdout + " ".join(" ".join(said).split())
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_starts_in_a_fresh_process(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "adapterzoo", name, "--help"], capture_output=True, text=True,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"adapterzoo {name}" in done.stdout
+
+
 def test_info_of_our_own_needs_no_slow_import(trained):
     script = f"SLOW = {SLOW!r}{IMPORTED}"
     done = subprocess.run(

@@ -16,17 +16,20 @@ import torch
 from families import tiny_config
 from PIL import Image
 from stand_ins import BAD, FILLER, GOOD, add_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedTokenizerFast,
     ViTImageProcessor,
 )
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli.rows import read
-from adapterzoo.cli.tasks import spans, tasks
+from adapterzoo.cli.tasks import Bench, spans, tasks
+from adapterzoo.errors import ConfigError
 
 WORDS = FILLER.split()
 NAMES = [*GOOD.split(), *BAD.split()]
@@ -225,3 +228,145 @@ def test_a_task_from_its_data_to_its_predictions(run, base_of, tmp_path, task):
 def test_spans_of_tags():
     tags = ["O", "B-A", "I-A", "B-A", "I-B", "O", "I-A", "A"]
     assert list(spans(tags)) == [("A", 1, 3), ("A", 3, 4), ("B", 4, 5), ("A", 6, 7), ("A", 7, 8)]
+
+
+# --- data ---
+
+
+def of(task: str, path: Path, **columns: str) -> list[dict[str, Any]]:
+    return tasks[task].read(read(path), columns)
+
+
+def test_json_and_csv_give_the_same_rows(tmp_path):
+    rows = [{"tokens": ["a", "b"], "ner_tags": ["O", "B-X"]}] * 2
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (tmp_path / "c.csv").write_text("words,tags\na b,O B-X\na b,O B-X\n")
+    found = [of("token-classification", tmp_path / name) for name in ("a.json", "b.json", "c.csv")]
+    assert found == [[{"tokens": ["a", "b"], "tags": ["O", "B-X"]}] * 2] * 3
+
+
+def test_answers_are_written_in_three_ways(tmp_path):
+    ways = [
+        {"answers": {"text": ["b"], "answer_start": [4]}},
+        {"answer": "b", "start": 4},
+        {"answers": {"text": "b", "start": 4}},
+    ]
+    for way in ways:
+        file = tmp_path / "a.jsonl"
+        file.write_text(json.dumps({"question": "q", "context": "b a b", **way}))
+        (row,) = of("question-answering", file)
+        assert tasks["question-answering"]._answer(row) == ("b", 4)
+    file.write_text(json.dumps({"question": "q", "context": "b a b", "answers": "b"}))
+    assert tasks["question-answering"]._answer(*of("question-answering", file)) == ("b", 0)
+
+
+def test_a_data_set_of_datasets_has_names_of_classes(tmp_path, run):
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features(
+        {
+            "tokens": datasets.Sequence(datasets.Value("string")),
+            "ner_tags": datasets.Sequence(datasets.ClassLabel(names=["O", "B-X"])),
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    data = {"tokens": [["a", "b"]], "ner_tags": [[0, 1]], "label": [1], "text": ["a b"]}
+    made = datasets.Dataset.from_dict(data, features=kinds)
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "all")
+    part = tmp_path / "all" / "train"
+    assert of("token-classification", part) == [{"tokens": ["a", "b"], "tags": ["O", "B-X"]}]
+    assert of("text-classification", part) == [{"text": "a b", "label": "yes"}]
+    said = run("train", "--model", "x", "--train", tmp_path / "all", "--output", "y", code=1).stderr
+    assert f"Write one: {str(part)!r}." in said
+
+
+REFUSED = {
+    "a tag is missing": (
+        "token-classification", {"tokens": ["a", "b"], "tags": ["O"]}, "has 2 words and 1 tags"
+    ),
+    "another answer": (
+        "question-answering", {"question": "q", "context": "a", "answers": "b"},
+        "has the answer 'b', which is not in its context",
+    ),
+    "an answer elsewhere": (
+        "question-answering", {"question": "q", "context": "a b", "answer": "b", "start": 1},
+        "not in its context at that place",
+    ),
+    "answers without places": (
+        "question-answering",
+        {"question": "q", "context": "a", "answers": {"text": ["a"], "answer_start": []}},
+        "has no texts with starts in the column 'answers'",
+    ),
+    "no completion": ("text-generation", {"prompt": "a"}, "neither a text nor a prompt with"),
+    "no image": ("image-classification", {"image": "b.png", "label": "x"}, "Did you mean"),
+    "no target": ("seq2seq", {"source": "a", "tarjet": "b"}, "Did you mean --column target=tarjet"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_a_task_cannot_take_are_refused(tmp_path, case):
+    task, row, message = REFUSED[case]
+    (tmp_path / "a.png").touch()
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError) as error:
+        of(task, tmp_path / "a.jsonl")
+    assert message in str(error.value)
+    assert str(error.value).startswith("line 1 of ")
+
+
+def test_predict_says_which_options_an_adapter_takes(run, trained):
+    said = run("predict", trained["folder"], "--image", "a.png", code=1).stderr
+    assert "predicts the label of each text. Write --text, or --file" in said
+
+
+@torch.no_grad()
+def test_long_texts_are_tagged_in_parts(run, base_of, tmp_path):
+    task = "token-classification"
+    base, file, folder = base_of(task), write_rows(task, tmp_path), tmp_path / "a"
+    with torch.enable_grad():
+        run("train", "--task", task, "--model", base, "--train", file, "--output", folder,
+            *SETTINGS)  # fmt: skip
+    words = [word for n in range(30) for word in sentence(n)]
+    assert len(words) > 2 * 64
+    said = run("predict", folder, "--text", " ".join(words), "--json").stdout
+    parts = [words[n : n + 64] for n in range(0, len(words), 64)]
+    expected = [tag for part in parts for tag in truth(task, base, folder, {"tokens": part})]
+    assert json.loads(said)["tags"] == expected
+    assert {*expected} == {"O", "B-X"}
+
+
+@pytest.fixture
+def pieces() -> Bench:
+    """A tokenizer whose words have several pieces, and texts of at most 12 of them."""
+    vocabulary = {"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "a": 3, "b": 4, "##a": 5, "##b": 6}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
+    processor = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return Bench(model=None, processor=processor, length=12, labels=["x", "y"])
+
+
+def test_the_first_piece_of_each_word_has_its_label(pieces):
+    row = {"tokens": ["ab", "abb", "a", "bab"] * 4, "tags": ["x", "y", "y", "x"] * 4}
+    found = tasks["token-classification"].features([row], pieces)
+    assert len(found) == 3
+    assert all(len(each["input_ids"]) <= 12 for each in found)
+    labelled = [(t, n) for f in found for t, n in zip(f["input_ids"], f["labels"], strict=True)]
+    assert [n for _, n in labelled if n != -100] == [0, 1, 1, 0] * 4
+    # a first piece is a letter without ##
+    assert {t for t, n in labelled if n != -100} == {3, 4}
+    assert {t for t, n in labelled if n == -100} == {5, 6}
+
+
+def test_an_answer_is_in_each_part_that_has_all_of_it(pieces):
+    context = "a ab a a bab ab a b a b a b"
+    row = {"question": "a b", "context": context, "answers": [("bab ab", None)]}
+    found = tasks["question-answering"].features([row], pieces)
+    assert len(found) > 1
+    answers = []
+    for each in found:
+        ids, first, last = each["input_ids"], each["start_positions"], each["end_positions"]
+        assert len(ids) <= 12
+        answers.append(pieces.processor.decode(ids[first : last + 1]) if last > first else None)
+    assert {*answers} == {"b ##a ##b a ##b", None}
