@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ import click
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 
+from . import glance
+from .methods import check_method
 from .output import (
     be_quiet,
     note,
@@ -30,7 +34,9 @@ from .output import (
     printable,
     wants_progress,
 )
-from .rows import read_classes, read_rows
+from .resuming import check, digest
+from .rows import Table, nearest, read
+from .tasks import tasks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,6 +89,12 @@ class RefusedError(click.ClickException):
         click.echo(f"adapterzoo: {message}", file=file, err=True)
 
 
+class StoppedError(RefusedError):
+    """Ctrl-C was pressed."""
+
+    exit_code = 130
+
+
 class NamedCommand(click.Command):
     """A command whose errors name it with its positional arguments."""
 
@@ -94,6 +106,7 @@ class NamedCommand(click.Command):
 
         Raises:
             RefusedError: the library raised an error, or a file cannot be read or written.
+            StoppedError: Ctrl-C was pressed.
         """
         given = [str(ctx.params[p.name]) for p in self.params if isinstance(p, click.Argument)]
         call = " ".join([str(ctx.info_name), *given])
@@ -102,6 +115,8 @@ class NamedCommand(click.Command):
                 return super().invoke(ctx)
         except AdapterZooError as error:
             raise RefusedError(str(error)) from error
+        except KeyboardInterrupt as stop:
+            raise StoppedError(f"{call}: {str(stop) or 'stopped'}") from stop
         except BrokenPipeError:
             # click ends quietly
             raise
@@ -111,7 +126,25 @@ class NamedCommand(click.Command):
 
 
 class App(click.Group):
-    """The commands in the order in which users need them."""
+    """The commands in the order in which users need them; a misspelled one is told its name."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return the command that is called.
+
+        Args:
+            ctx: of this call.
+            args: of the command line.
+
+        Raises:
+            UsageError: there is no such command.
+        """
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            near = get_close_matches(args[0], self.commands, 1)
+            hint = (
+                f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
+            )
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return their names.
@@ -155,15 +188,39 @@ _model = click.option(
     metavar="MODEL",
     help="Folder or Hub name of the base model.  [default: the one named by the adapter]",
 )
-_revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
-_text_column = click.option("--text-column", default="text", help="Name of the column of texts.")
+_revision = click.option("--revision", is_eager=True, help="Branch, tag or commit on the Hub.")
+_columns = click.option("--column", "columns", multiple=True, metavar="ROLE=NAME",
+                        callback=lambda _ctx, option, given: _pairs(option, given),
+                        help="Name of a column, such as text=review; may be repeated.")  # fmt: skip
 _batch_size = click.option(
-    "--batch-size", default=16, type=click.IntRange(min=1), help="Texts per batch."
+    "--batch-size", default=16, type=click.IntRange(min=1), help="Rows per batch."
 )
 _device = click.option("--device", help="cpu or cuda.  [default: cuda if available]")
 
 
-# --- classify texts ---
+def _path(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    """Return a folder or a name on the Hub; a misspelled folder is refused before any import.
+
+    Raises:
+        BadParameter: there is no such folder, but one of a similar name.
+    """
+    path = Path(value.partition("@")[0])
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    is_here = ctx.params.get("revision") is not None or os.access(path, os.F_OK)
+    if not is_here and (near := nearest(path)):
+        raise click.BadParameter(f"there is no folder {value!r}.{near}", param=option)
+    return value
+
+
+def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+    """Return the values of an option of the form NAME=VALUE by name."""
+    found = dict(text.partition("=")[::2] for text in given)
+    if not all({*found, *found.values()}):
+        raise click.BadParameter(f"{listing(given)}: write {option.metavar}.", param=option)
+    return found
+
+
+# --- train and predict ---
 
 
 @command(
@@ -172,6 +229,8 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
     "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
+@click.option("--task", default=next(iter(tasks)), type=click.Choice([*tasks]),
+              help="What is learned.")  # fmt: skip
 @click.option("--train", "train_files", required=True, multiple=True, metavar="FILE",
               help="Training data; repeated: an adapter for each file.")  # fmt: skip
 @click.option("--eval", "eval_files", multiple=True, metavar="FILE",
@@ -181,89 +240,119 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
-@click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
+@click.option("--method", help="Config string of the adapter, see `adapterzoo methods`.  "
+              "[default: that of add_adapter]")  # fmt: skip
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
               help="Initial learning rate; decays to 0.")  # fmt: skip
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
-              help="Maximum tokens per text.  [default: 128]")  # fmt: skip
-@click.option("--pooling", default="auto", type=click.Choice(POOLINGS),
-              help="How the head reduces a text to one vector.")  # fmt: skip
-@click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
+              help="Maximum tokens per text.  [default: that of the task]")  # fmt: skip
+@click.option("--pooling", type=click.Choice(POOLINGS),
+              help="How the head reduces a text or image to one vector.  [default: auto]"
+              )  # fmt: skip
+@click.option("--layers", type=click.IntRange(min=1), help="Layers of the head.  [default: 1]")
 @click.option(
     "--seed", default=0, type=click.IntRange(min=0), help="Seed of weights and row order."
 )
+@click.option("--save-steps", type=click.IntRange(min=1),
+              help="Steps between two checkpoints.  [default: an epoch]")  # fmt: skip
+@click.option("--resume", is_flag=True, help="Continue a run that has not ended, to the same bits.")
 @_device
-@_text_column
-@click.option("--label-column", default="label", help="Name of the column of labels.")
+@_columns
 @_json
 def train_command(
     train_files: tuple[str, ...],
     eval_files: tuple[str, ...],
+    task: str,
     output: str,
     name: str | None,
     sweeps: tuple[str, ...],
-    text_column: str,
-    label_column: str,
+    columns: dict[str, str],
+    resume: bool,
+    save_steps: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train adapters and heads that classify texts; the base model does not change.
+    """Train adapters, with heads if the task needs them; the base model does not change.
 
-    Data are .csv or .tsv files with a line of column names, or .jsonl files with an object in each
-    line; each row has a text and a label. The classes are the labels of the training data. With
-    --eval the accuracy on the test data is printed. Several adapters are trained in one run.
+    Data are .csv, .tsv, .jsonl or .json files, a folder that datasets has saved, or a folder with a
+    subfolder of images for each label. The columns of each task are in the documentation; --column
+    names others. With --eval, the metrics on the test data are printed. Several adapters are
+    trained in one run.
+
+    Ctrl-C keeps a checkpoint and ends with 130; the same command with --resume continues.
     """
+    kind = tasks[task]
     if eval_files and len(eval_files) != len(train_files):
         raise click.UsageError("Write --eval as often as --train, in the same order.")
     if len(train_files) > 1 and (name or sweeps):
         raise click.UsageError("Several --train are named by their files; leave out "
                                f"{'--name' if name else '--sweep'}.")  # fmt: skip
-    tried = _tried(sweeps)
-    data = [
-        read_classes(Path(file), Path(tested) if tested else None, text_column, label_column)
-        for file, tested in zip(train_files, eval_files or [None] * len(train_files), strict=True)
-    ]
-
-    from .training import Task, train
-
-    shown = wants_progress(as_json)
-    be_quiet(shown)
     names = [name or Path(output).name]
     if len(train_files) > 1:
         names = [Path(file).stem for file in train_files]
         if len({*names}) < len(names):
             raise click.UsageError("Files of --train have equal names. Rename one of them.")
-    keys = ("method", "epochs", "lr", "batch_size", "seed", "layers")
+    tried = _tried(sweeps)
+    head = {key: value for key in ("pooling", "layers")
+            if (value := options.pop(key)) is not None}  # fmt: skip
+    for key in {**head, **dict.fromkeys(key for each in tried for key in each)}:
+        if key in ("pooling", "layers") and key not in kind.head_options:
+            raise click.UsageError(f"--{key} has no effect on --task {task}. Leave it out.")
+    if unknown := columns.keys() - kind.roles.keys():
+        raise click.UsageError(f"--column {min(unknown)}=…: the columns of --task {task} are "
+                               f"{', '.join(kind.roles)}.")  # fmt: skip
+    for method in [options["method"], *(each.get("method") for each in tried)]:
+        check_method(method)
+    data = []
+    for file, tested in itertools.zip_longest(map(Path, train_files), map(Path, eval_files)):
+        rows = kind.read(read(file), columns)
+        classes = kind.classes(file, rows)
+        test = None if tested is None else kind.read(read(tested), columns)
+        if test is not None:
+            kind.check_test(tested, test, classes)
+        data.append((rows, test, classes))
+    given = {**options, **head, "task": task, "name": name, "sweep": sweeps, "column": columns,
+             "train": digest([rows for rows, _, _ in data]), "save_steps": save_steps}  # fmt: skip
+    check(Path(output), given, resume)
+
+    from .training import Job, train
+
+    shown = wants_progress(as_json)
+    be_quiet(shown)
+    keys = ("method", "epochs", "lr", "batch_size", "seed")
     own = {key: options.pop(key) for key in keys}
 
-    def task(number: int, name: str, folder: Path | None, changes: dict[str, Any]) -> Task:
+    def job(number: int, name: str, folder: Path | None, changes: dict[str, Any]) -> Job:
         rows, tested, classes = data[number]
-        return Task(name=name, rows=rows, tested=tested, classes=classes, output=folder,
-                    **{**own, **changes})  # fmt: skip
+        heads = {key: value for key, value in changes.items() if key == "layers"}
+        others = {key: value for key, value in changes.items() if key != "layers"}
+        return Job(name=name, rows=rows, tested=tested, classes=classes, output=folder,
+                   head={**head, **heads}, **{**own, **others})  # fmt: skip
 
+    options |= {"task": task, "folder": Path(output), "progress": shown, "columns": columns,
+                "save_steps": save_steps, "options": given}  # fmt: skip
     if tried:
-        runs = [task(0, f"{names[0]}-{i}", None, each) for i, each in enumerate(tried, 1)]
-        found = train(runs, best=(names[0], Path(output)), progress=shown, **options)
+        jobs = [job(0, f"{names[0]}-{i}", None, each) for i, each in enumerate(tried, 1)]
+        found = train(jobs, best=names[0], **options)
         if as_json:
             print_json(found)
             return
-        titles = ["name", *tried[0], "steps", "train_loss", *(["accuracy"] if eval_files else [])]
+        titles = ["name", *tried[0], "steps", "train_loss", *([kind.metric[0]] * bool(eval_files))]
         swept = [{**each, **metrics} for each, metrics in zip(tried, found, strict=True)]
         print_table([*titles, "output"], [[m.get(t) for t in (*titles, "output")] for m in swept])
         return
     folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
-    tasks = [task(i, each, folders[i], {}) for i, each in enumerate(names)]
-    found = train(tasks, progress=shown, **options)
+    found = train([job(i, each, folders[i], {}) for i, each in enumerate(names)], **options)
     if len(found) == 1:
         print_facts(found[0], as_json)
     elif as_json:
         print_json(found)
     else:
         titles = ["name", "train_rows", "steps", "train_loss"]
-        titles += ["accuracy"] if eval_files else []
+        titles += [kind.metric[0]] if eval_files else []
         print_table([*titles, "output"], [[m[t] for t in (*titles, "output")] for m in found])
 
 
@@ -299,9 +388,13 @@ def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
 @command(
     "predict", example='adapterzoo predict runs/reviews --text "A film to remember." --format jsonl'
 )
-@click.argument("path")
-@click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
-@click.option("--file", metavar="FILE", help="Rows with texts: .csv, .tsv or .jsonl.")
+@click.argument("path", callback=_path)
+@click.option("--text", multiple=True, help="A text, or the words to tag, or a prompt; may be "
+              "repeated.")  # fmt: skip
+@click.option("--question", help="A question, with --context.")
+@click.option("--context", help="The text that answers the question.")
+@click.option("--image", multiple=True, metavar="FILE", help="An image; may be repeated.")
+@click.option("--file", metavar="FILE", help="Rows, as for `train`, without what is predicted.")
 @click.option("--output", metavar="FILE", help="File to write.  [default: standard output]")
 @click.option("--format", "written", default="csv", type=click.Choice(("csv", "jsonl")))
 @click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
@@ -309,31 +402,47 @@ def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
               help="Maximum tokens per text.  [default: as in training]")  # fmt: skip
+@click.option("--max-new-tokens", default=64, type=click.IntRange(min=1),
+              help="Maximum tokens to generate.")  # fmt: skip
 @_device
-@_text_column
-@click.option("--revision", help="Branch, tag or commit of PATH on the Hub.")
+@_columns
+@click.option("--revision", is_eager=True, help="Branch, tag or commit of PATH on the Hub.")
 def predict_command(
     path: str,
-    texts: tuple[str, ...],
+    text: tuple[str, ...],
+    question: str | None,
+    context: str | None,
+    image: tuple[str, ...],
     file: str | None,
     output: str | None,
     written: str,
     as_json: bool,
-    text_column: str,
     revision: str | None,
     **options: Any,
 ) -> None:
-    """Predict the label of each text with an adapter and its head, and all probabilities.
+    """Predict with an adapter: labels, tags, answers or texts, as the adapter was trained.
 
-    PATH is a folder or 'user/repository'. CSV output has the columns text, label and one for each
-    class; JSON lines have text, label and probabilities. A regression head gives its value.
+    PATH is a folder or 'user/repository'. Labels come with all probabilities, tags for each word,
+    answers with the places of their first and last character. A regression head gives its value.
     """
-    if (file is None) == (not texts):
-        raise click.UsageError("Write either --text or --file.")
+    typed = {
+        "text": [{"text": each} for each in text],
+        "image": [{"image": each} for each in image],
+        "question": [{"question": question, "context": context}] if question and context else [],
+    }
+    if (question is None) != (context is None):
+        raise click.UsageError("Write both --question and --context.")
+    if sum(map(bool, typed.values())) + (file is not None) != 1:
+        raise click.UsageError("Write either --text or --file; or --question and --context, or "
+                               "--image.")  # fmt: skip
     if output is not None:
         # a file that cannot be written is found before the work
         Path(output).open("a").close()
-    rows = list(texts) if file is None else read_rows(Path(file), text_column, None).texts
+    if file is not None:
+        table = read(Path(file))
+    else:
+        rows = [row for each in typed.values() for row in each]
+        table = Table(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
 
     from .checkpoints import open_checkpoint
     from .training import predict, write
@@ -341,21 +450,21 @@ def predict_command(
     shown = wants_progress(as_json)
     be_quiet(shown)
     checkpoint = open_checkpoint(path, revision)
-    predictions = predict(checkpoint, rows, progress=shown, **options)
+    task, predictions = predict(checkpoint, table, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
-        write(sys.stdout, predictions, kind)
+        write(sys.stdout, predictions, kind, task.separator)
         return
     with Path(output).open("w", encoding="utf-8", newline="") as stream:
-        write(stream, predictions, kind)
-    note(f"{output}: {len(rows):,} rows")
+        write(stream, predictions, kind, task.separator)
+    note(f"{output}: {len(predictions):,} rows")
 
 
 # --- look at a checkpoint ---
 
 
 @command("info", example="adapterzoo info runs/reviews")
-@click.argument("path")
+@click.argument("path", callback=_path)
 @click.option("--model", metavar="MODEL", help="Base model to compare with, folder or Hub name.")
 @_revision
 @_json
@@ -367,15 +476,18 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     Configs of other formats are shown unchanged; with --model the adapter is compared with the
     model, and its config is shown as adapterzoo reads it.
     """
-    from .checkpoints import open_checkpoint
-    from .inspecting import facts_of
+    facts = glance.facts_of(path) if model is None else None
+    if facts is None:
+        from .checkpoints import open_checkpoint
+        from .inspecting import facts_of
 
-    be_quiet(False)
-    print_facts(facts_of(open_checkpoint(path, revision), model), as_json)
+        be_quiet()
+        facts = facts_of(open_checkpoint(path, revision), model)
+    print_facts(facts, as_json)
 
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
-@click.argument("path")
+@click.argument("path", callback=_path)
 @click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
 @click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
 @click.option("--for", "server", type=click.Choice(SERVERS[:-1]),
@@ -416,7 +528,7 @@ def verify_command(
     from .checkpoints import open_checkpoint
     from .inspecting import prove, verify
 
-    be_quiet(False)
+    be_quiet()
     if server is not None:
         proof = prove(path, server, str(model), adapter, revision, converter)
         if as_json:
@@ -453,9 +565,9 @@ def verify_command(
 
 @command("report", example="adapterzoo report bert-base-uncased runs/reviews --plot report.svg")
 @click.argument("model")
-@click.argument("adapter")
+@click.argument("adapter", callback=_path)
 @click.option("--plot", metavar="FILE", help="Write a heat map too: .svg, .png or .pdf.")
-@click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
+@click.option("--revision", is_eager=True, help="Branch, tag or commit of ADAPTER on the Hub.")
 @_json
 def report_command(
     model: str, adapter: str, plot: str | None, revision: str | None, as_json: bool
@@ -506,7 +618,7 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
 
 
 @command("convert", example="adapterzoo convert runs/reviews served/reviews --to peft")
-@click.argument("src")
+@click.argument("src", callback=_path)
 @click.argument("dst")
 @click.option(
     "--to",
@@ -518,7 +630,7 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
 @_model
 @click.option("--name", help="Name of the adapter in DST.  [default: its own]")
 @click.option("--head/--no-head", default=True, help="Whether to write the head too.")
-@click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
+@click.option("--revision", is_eager=True, help="Branch, tag or commit of SRC on the Hub.")
 @click.option("--rank", type=click.IntRange(min=1), help="To a method: the largest rank.")
 @click.option(
     "--energy",
@@ -572,7 +684,7 @@ def convert_command(
 
 
 @command("export", example="adapterzoo export runs/reviews served/reviews --serve vllm")
-@click.argument("src")
+@click.argument("src", callback=_path)
 @click.argument("dst")
 @click.option("--serve", required=True, type=click.Choice(SERVERS),
               help="The server; any: every one of them.")  # fmt: skip
@@ -580,7 +692,7 @@ def convert_command(
 @click.option("--name", help="Name of the adapter in the commands that are printed.  "
               "[default: its own]")  # fmt: skip
 @click.option("--head/--no-head", default=True, help="Whether to write the head too.")
-@click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
+@click.option("--revision", is_eager=True, help="Branch, tag or commit of SRC on the Hub.")
 @click.option("--rank", type=click.IntRange(min=1),
               help="Largest rank of what is written of an adapter that is not exact.")  # fmt: skip
 @click.option(
@@ -640,7 +752,7 @@ def export_command(
 
 @command("merge", example="adapterzoo merge bert-base-uncased runs/reviews merged/reviews")
 @click.argument("base")
-@click.argument("adapter")
+@click.argument("adapter", callback=_path)
 @click.argument("out")
 @click.option(
     "--as",
@@ -650,7 +762,7 @@ def export_command(
     "[default: that of BASE, or one that has the adapter's head]",
 )
 @click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
-@click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
+@click.option("--revision", is_eager=True, help="Branch, tag or commit of ADAPTER on the Hub.")
 def merge_command(
     base: str, adapter: str, out: str, architecture: str | None, head: bool, revision: str | None
 ) -> None:
@@ -715,7 +827,7 @@ def serve_command(
     """
     from adapterzoo.serving import server
 
-    be_quiet(False)
+    be_quiet()
     served = server.load(model, adapters, **options)
     for each in served.names:
         note(each)
@@ -727,7 +839,7 @@ def serve_command(
 
 
 @command("push", example="adapterzoo push runs/reviews user/reviews --metric accuracy=0.91")
-@click.argument("path")
+@click.argument("path", callback=_path)
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
 @click.option("--revision", help="Branch to push to; created if missing.")
@@ -800,7 +912,35 @@ def list_command(as_json: bool, **options: Any) -> None:
     )
 
 
-# --- this machine ---
+# --- methods and this machine ---
+
+
+@command("methods", example="adapterzoo methods --model gpt2")
+@click.option("--model", metavar="MODEL",
+              help="Folder or Hub name of the model in which parameters are counted.  "
+              "[default: BERT base]")  # fmt: skip
+@_json
+def methods_command(model: str | None, as_json: bool) -> None:
+    """List all config strings, for --method of `train` and for `add_adapter`.
+
+    Each has the number of parameters with its default config, whether it can be merged into the
+    weights (then `export` writes it for other servers; the others are served by `serve`), and the
+    formula of its adapters.
+    """
+    from .methods import table
+
+    be_quiet()
+    found = table(model)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (", ".join([each["name"], *each["aliases"]]), each["parameters"],
+         {True: "yes", False: "no", None: "-"}[each["merges"]],
+         each["formula"] or each["problem"].partition("\n")[0])
+        for each in found
+    ]  # fmt: skip
+    print_table(("method", "parameters", "merges", "formula"), rows)
 
 
 @command("doctor", example="adapterzoo doctor --json")
@@ -812,7 +952,7 @@ def doctor_command(as_json: bool) -> None:
     """
     from .doctor import examine
 
-    be_quiet(False)
+    be_quiet()
     found = examine()
     if as_json:
         print_json(found)

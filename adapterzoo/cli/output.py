@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -59,25 +60,50 @@ def note(text: str) -> None:
     click.echo(printable(text), err=True)
 
 
-def wants_progress(as_json: bool) -> bool:
-    """Return whether to show progress: only to a person at a terminal.
+PAUSE = 30.0
+"""Seconds between two lines of progress."""
+
+
+def wants_progress(as_json: bool) -> str:
+    """Return how to show progress: "bar" at a terminal, "lines" elsewhere, or "" for a program.
 
     Args:
         as_json: whether a program reads the result.
     """
-    return not as_json and sys.stderr.isatty()
+    if as_json:
+        return ""
+    return "bar" if sys.stderr.isatty() else "lines"
 
 
-def be_quiet(shown: bool) -> None:
+def tracked(items: Sequence[int], title: str, progress: str) -> Iterator[int]:
+    """Yield the items, and show how many are done: by a bar, or by a line from time to time.
+
+    Args:
+        items: to work on.
+        title: of the work.
+        progress: as `wants_progress` returns it.
+    """
+    from tqdm import tqdm
+
+    shown = time.monotonic()
+    bar = tqdm(items, title, disable=progress != "bar", leave=False, file=sys.stderr)
+    for number, item in enumerate(bar, 1):
+        yield item
+        if progress == "lines" and time.monotonic() - shown > PAUSE:
+            shown = time.monotonic()
+            note(f"{title}: batch {number:,} of {len(items):,}")
+
+
+def be_quiet(progress: str = "") -> None:
     """Silence other libraries.
 
     Args:
-        shown: whether to keep their progress bars.
+        progress: "bar" keeps their progress bars.
     """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if not shown:
+    if progress != "bar":
         # those of huggingface_hub too
         logging.disable_progress_bar()
 

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
-import sys
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers import DataCollatorWithPadding, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import CheckpointError
 from adapterzoo.multi.trainer import MultiAdapterTrainer, RunPrinter
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
-from .models import base_of, load, load_into, tokenizer_of, tokens_of_text
-from .rows import Rows
+from .models import base_of, load, load_into, tokens_of_text
+from .output import PAUSE, note
+from .resuming import checkpoints
+from .rows import Table
+from .tasks import Bench, Row, Task, task_of, tasks
 
 _NAME = "predicting"
-# the output class of heads that classify texts
-_OUTPUT = "SequenceClassifierOutput"
+# more tokens than any model takes
+_ANY = 2**62
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Job:
     """One adapter to train.
 
     Attributes:
@@ -46,12 +47,12 @@ class Task:
         lr: initial learning rate.
         batch_size: examples per step.
         seed: seed of weights, dropout and order.
-        layers: number of layers of the head.
+        head: options of the head.
     """
 
     name: str
-    rows: Rows
-    tested: Rows | None
+    rows: list[Row]
+    tested: list[Row] | None
     classes: list[str]
     output: Path | None
     method: str | None
@@ -59,254 +60,322 @@ class Task:
     lr: float
     batch_size: int
     seed: int
-    layers: int
+    head: Row
+
+
+class _Watch(TrainerCallback):
+    """Shows the progress of a run, and stops all runs at the same step after Ctrl-C."""
+
+    def __init__(self, many: MultiAdapterTrainer, name: str, stop: _Stop, progress: str) -> None:
+        self._many, self._name, self._stop, self._progress = many, name, stop, progress
+        self._shown, self._is_due = time.monotonic(), False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_last = self._stop.reached(self._many.clock)
+        control.should_training_stop |= is_last
+        control.should_save |= is_last
+        tenth = state.global_step * 10 // state.max_steps
+        self._is_due = tenth > (state.global_step - 1) * 10 // state.max_steps
+        # a checkpoint has the losses of all steps before it
+        control.should_log |= self._is_due or control.should_save
+        if time.monotonic() - self._shown > PAUSE and not self._is_due:
+            self._show(state, "")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs and self._is_due:
+            self._show(state, f", loss {logs['loss']:.4f}")
+
+    def _show(self, state: Any, more: str) -> None:
+        self._shown = time.monotonic()
+        if self._progress == "lines":
+            note(f"{self._name}: step {state.global_step:,} of {state.max_steps:,}{more}")
+
+
+@dataclasses.dataclass
+class _Stop:
+    """Whether Ctrl-C was pressed, and the clock at which all runs stop."""
+
+    is_asked: bool = False
+    clock: int | None = None
+
+    def reached(self, clock: int) -> bool:
+        """Return whether a run stops now; some runs may have passed this clock already."""
+        if self.is_asked and self.clock is None:
+            self.clock = clock + 1
+        return self.clock is not None and clock >= self.clock
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Return a context in which the first Ctrl-C asks to stop, and the second one stops."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def ask(*_: object) -> None:
+            self.is_asked = True
+            signal.signal(signal.SIGINT, before)
+            note("Stopping after this step; press Ctrl-C again to stop at once.")
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def train(
-    tasks: Sequence[Task],
+    jobs: Sequence[Job],
     *,
+    task: str,
+    folder: Path,
     model: str,
     max_length: int | None,
-    pooling: Any,
     device: str | None,
-    progress: bool,
-    best: tuple[str, Path] | None = None,
+    progress: str,
+    save_steps: int | None,
+    columns: Mapping[str, str],
+    options: Mapping[str, Any],
+    best: str | None = None,
 ) -> list[dict[str, Any]]:
     """Train adapters over one base model in one run, test them, and save them.
 
     Args:
-        tasks: one for each adapter.
+        jobs: one for each adapter.
+        task: its name.
+        folder: for the adapter, or for the folders of several; the run continues from the
+            checkpoints in it, if there are any.
         model: folder or Hub name of the base model.
         max_length: maximum tokens per text; None: the default.
-        pooling: pooling of the heads.
         device: None: CUDA if available.
-        progress: whether to show a progress bar.
-        best: name and folder under which to save the best adapter, by accuracy or else by loss;
+        progress: how to show it.
+        save_steps: steps between two checkpoints; None: an epoch.
+        columns: of the data, from the user; saved with the adapter.
+        options: of the command, which must be the same to resume.
+        best: name under which to save the best adapter, by the metric of the task or else by loss;
             None: do not choose one.
 
     Returns:
-        For each task: numbers of rows and steps, loss, accuracy and output folder, as JSON types.
+        For each job: numbers of rows and steps, loss, metrics and output folder, as JSON types.
 
     Raises:
         CheckpointError: the base model cannot be loaded, or a folder cannot be written.
         ConfigError: the data, a method or another value is invalid.
+        KeyboardInterrupt: Ctrl-C was pressed; its message says how to continue.
     """
-    folders = [task.output for task in tasks if task.output is not None]
-    folders += [] if best is None else [best[1]]
-    for folder in folders:
-        refuse_to_replace(folder, "native")
-    tokenizer = tokenizer_of(model)
-    set_seed(tasks[0].seed)
+    outputs = [job.output for job in jobs if job.output is not None]
+    outputs += [] if best is None else [folder]
+    for output in outputs:
+        refuse_to_replace(output, "native")
+    kind = tasks[task]
+    processor = kind.processor(model)
+    set_seed(jobs[0].seed)
     adapted = load(AutoAdapterModel, model)
-    for head in adapted.known_heads():
+    for head in () if kind.keeps_head else adapted.known_heads():
         adapted.delete_head(head)
-    for number, task in enumerate(tasks):
+    for number, job in enumerate(jobs):
         if number:
-            set_seed(task.seed)
-        adapted.add_adapter(task.name, config=task.method or str(AdapterConfig.default))
-        adapted.add_classification_head(
-            task.name,
-            num_labels=len(task.classes),
-            layers=task.layers,
-            # a single layer has no activation
-            activation_function="tanh" if task.layers > 1 else None,
-            pooling=pooling,
-            id2label=dict(enumerate(task.classes)),
-        )
+            set_seed(job.seed)
+        adapted.add_adapter(job.name, config=job.method or str(AdapterConfig.default))
+        kind.add_head(adapted, job.name, job.classes, job.rows, job.head)
     adapted.to(device or _default_device())
-    length = tokens_of_text(adapted, tokenizer, max_length)
+    wanted = max_length or kind.length
+    length = 0 if kind.is_visual else tokens_of_text(adapted, processor, wanted)
+    benches = {
+        job.name: Bench(model=adapted, processor=processor, length=length, labels=job.classes,
+                        batch_size=job.batch_size, progress=progress)
+        for job in jobs
+    }  # fmt: skip
+    features = {job.name: kind.features(job.rows, benches[job.name]) for job in jobs}
+    epoch = min(-(-len(features[job.name]) // job.batch_size) for job in jobs)
     is_cpu = adapted.device.type == "cpu"
     start = time.perf_counter()
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    # fails before the work if the folder is not writable
-    with tempfile.TemporaryDirectory(dir=folders[0]) as scratch:
-        many = MultiAdapterTrainer(adapted)
-        for task in tasks:
+    for output in outputs:
+        output.mkdir(parents=True, exist_ok=True)
+    stop, many = _Stop(), MultiAdapterTrainer(adapted)
+    with checkpoints(folder, options) as (scratch, has_some):
+        for job in jobs:
             many.add(
-                task.name,
+                job.name,
                 TrainingArguments(
-                    output_dir=str(Path(scratch) / task.name), num_train_epochs=task.epochs,
-                    learning_rate=task.lr, seed=task.seed,
-                    per_device_train_batch_size=task.batch_size, use_cpu=is_cpu,
-                    dataloader_pin_memory=not is_cpu, logging_strategy="no", save_strategy="no",
-                    report_to="none", disable_tqdm=not progress,
+                    output_dir=str(scratch / job.name), num_train_epochs=job.epochs,
+                    learning_rate=job.lr, seed=job.seed,
+                    per_device_train_batch_size=job.batch_size, use_cpu=is_cpu,
+                    dataloader_pin_memory=not is_cpu, logging_strategy="no",
+                    save_strategy="steps", save_steps=save_steps or epoch, save_total_limit=2,
+                    remove_unused_columns=False, report_to="none", disable_tqdm=progress != "bar",
                 ),
-                _rows_of(task, tokenizer, length),
-                data_collator=DataCollatorWithPadding(tokenizer),
+                features[job.name],
+                data_collator=kind.collator(benches[job.name]),
+                callbacks=[_Watch(many, job.name, stop, progress)],
                 # standard output is reserved for results
                 report=False,
             )  # fmt: skip
             # the loss is part of the results, which are printed at the end
-            many.runs[task.name].trainer.remove_callback(RunPrinter)
-        results = many.train()
-    seconds = time.perf_counter() - start
-    found = []
-    for task in tasks:
-        run, done = many.runs[task.name], results[task.name]
-        metrics: dict[str, Any] = {
-            "name": task.name,
-            "method": task.method or str(AdapterConfig.default),
-            "labels": task.classes,
-            "train_rows": len(task.rows.texts),
-            "trained_parameters": sum(p.numel() for p in run.parameters.values()),
-            "steps": int(done.global_step),
-            "seconds": seconds,
-            "train_loss": float(done.training_loss),
-        }
-        if task.tested is not None:
-            adapted.set_active_adapters(task.name)
-            texts, labels = task.tested
-            logits = logits_of(adapted, tokenizer, texts, length, task.batch_size, progress)
-            right = logits.argmax(-1) == torch.tensor([task.classes.index(each) for each in labels])
-            metrics |= {"eval_rows": len(labels), "accuracy": right.double().mean().item()}
-        found.append(metrics)
-        if task.output is not None:
-            metrics |= _saved(adapted, task, task.name, task.output, metrics, length)
-    if best is not None:
-        name, folder = best
-        chosen = max(found, key=lambda m: m.get("accuracy", -m["train_loss"]))
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # a copy of the best adapter, so that its file has the new name
-            adapted.save_adapter(scratch, chosen["name"])
-            adapted.load_adapter(scratch, load_as=name)
-        task = tasks[found.index(chosen)]
-        chosen |= _saved(adapted, task, name, folder, chosen, length)
+            many.runs[job.name].trainer.remove_callback(RunPrinter)
+        with stop.listening():
+            many.train(resume_from_checkpoint=has_some)
+        states = [run.trainer.state for run in many.runs.values()]
+        if any(each.global_step < each.max_steps for each in states):
+            at = ", ".join(f"{each.global_step:,} of {each.max_steps:,}" for each in states)
+            raise KeyboardInterrupt(
+                f"stopped at step {at}; the checkpoint is in {str(scratch)!r}. "
+                "Write the same command with --resume to continue."
+            )
+        seconds = time.perf_counter() - start
+        meta = {"max_length": length, **({"columns": dict(columns)} if columns else {})}
+        found = []
+        for job in jobs:
+            run, bench = many.runs[job.name], benches[job.name]
+            state = run.trainer.state
+            metrics: dict[str, Any] = {
+                "name": job.name,
+                "task": task,
+                "method": job.method or str(AdapterConfig.default),
+                "labels": job.classes,
+                "train_rows": len(job.rows),
+                "trained_parameters": sum(p.numel() for p in run.parameters.values()),
+                "steps": int(state.global_step),
+                "seconds": seconds,
+                "train_loss": _mean_loss(state.log_history),
+            }
+            if job.tested is not None:
+                adapted.set_active_adapters(job.name)
+                metrics |= {"eval_rows": len(job.tested), **kind.measure(job.tested, bench)}
+            found.append(metrics)
+            if job.output is not None:
+                metrics |= _saved(adapted, job, job.name, job.output, metrics, meta)
+        if best is not None:
+            name, sign = kind.metric
+            chosen = max(found, key=lambda m: m[name] * sign if name in m else -m["train_loss"])
+            with tempfile.TemporaryDirectory(dir=folder) as copy:
+                # a copy of the best adapter, so that its file has the new name
+                adapted.save_adapter(copy, chosen["name"])
+                adapted.load_adapter(copy, load_as=best)
+            job = jobs[found.index(chosen)]
+            chosen |= _saved(adapted, job, best, folder, chosen, meta)
     return found
 
 
+def _mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean of the losses of all steps, of a run that may have been resumed."""
+    total, last = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - last)
+            last = entry["step"]
+    return total / max(last, 1)
+
+
 def _saved(
-    model: Any, task: Task, name: str, folder: Path, metrics: dict[str, Any], length: int
+    model: Any, job: Job, name: str, folder: Path, metrics: dict[str, Any], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Save an adapter with its settings and results; return its fingerprint and folder."""
-    settings: dict[str, Any] = {
-        "epochs": task.epochs, "lr": task.lr, "batch_size": task.batch_size, "seed": task.seed,
-        "max_length": length,
-    }  # fmt: skip
-    settings |= {k: metrics[k] for k in ("train_rows", "accuracy", "eval_rows") if k in metrics}
+    settings = {"epochs": job.epochs, "lr": job.lr, "batch_size": job.batch_size,
+                "seed": job.seed, **meta}  # fmt: skip
+    left_out = ("name", "method", "labels", "trained_parameters", "steps", "seconds", "train_loss")
+    settings |= {key: value for key, value in metrics.items() if key not in left_out}
     model.save_adapter(folder, name, meta_dict={"train": settings})
     return {"fingerprint": model.adapter_fingerprint(name), "output": str(folder)}
 
 
-def _rows_of(task: Task, tokenizer: Any, length: int) -> list[dict[str, Any]]:
-    tokens = tokenizer(task.rows.texts, truncation=True, max_length=length)
-    return [
-        {key: tokens[key][i] for key in tokens} | {"labels": task.classes.index(label)}
-        for i, label in enumerate(task.rows.labels)
-    ]
-
-
 def predict(
     checkpoint: CheckpointFolder,
-    texts: Sequence[str],
+    table: Table,
     *,
     model: str | None,
     batch_size: int,
     max_length: int | None,
+    max_new_tokens: int,
     device: str | None,
-    progress: bool,
-) -> list[dict[str, Any]]:
-    """Return the predictions of an adapter and its head: rows of JSON types.
+    columns: Mapping[str, str],
+    progress: str,
+) -> tuple[Task, list[dict[str, Any]]]:
+    """Return the task of an adapter and its predictions: rows of JSON types.
 
     Args:
-        checkpoint: checkpoint of an adapter with a head.
-        texts: any number of texts.
+        checkpoint: checkpoint of an adapter.
+        table: the rows.
         model: base model; None: the one named in the checkpoint.
-        batch_size: texts per batch.
+        batch_size: rows per batch.
         max_length: maximum tokens per text; None: as in training.
+        max_new_tokens: maximum tokens to generate.
         device: None: CUDA if available.
-        progress: whether to show a progress bar.
+        columns: of the table by role, from the user.
+        progress: how to show it.
 
     Raises:
-        CheckpointError: the adapter does not fit, or has no head that classifies.
-        ConfigError: there is no base model.
+        CheckpointError: the adapter does not fit, or is for no task.
+        ConfigError: there is no base model, or the table lacks a column.
     """
+    found = checkpoint.meta.get("train")
+    settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     base = base_of(checkpoint, model)
+    # before the weights are read, if it is known
+    name = settings.get("task")
+    adapted: Any = None
+    if name is None:
+        adapted = _with_adapter(checkpoint, base, keeps_head=False)
+        has_head = _NAME in adapted.known_heads()
+        head = adapted.get_head(_NAME).config if has_head else None
+        name = task_of(head, checkpoint.path)
+    task = tasks[name]
+    rows = task.read_inputs(table, {**settings.get("columns", {}), **columns}, checkpoint.path)
+    if adapted is None:
+        adapted = _with_adapter(checkpoint, base, task.keeps_head)
+    adapted.to(device or _default_device())
+    processor = task.processor(base)
+    length = max_length or settings.get("max_length") or task.length
+    labels: Sequence[str] = ()
+    if _NAME in adapted.known_heads():
+        numbers = adapted.get_head(_NAME).config.id2label or {}
+        labels = [str(numbers[number]) for number in range(len(numbers))]
+    bench = Bench(
+        model=adapted, processor=processor, labels=labels, batch_size=batch_size,
+        length=0 if task.is_visual else tokens_of_text(adapted, processor, length),
+        limit=0 if task.is_visual else tokens_of_text(adapted, processor, _ANY),
+        new_tokens=max_new_tokens, progress=progress,
+    )  # fmt: skip
+    return task, task.predict(rows, bench)
+
+
+def _with_adapter(checkpoint: CheckpointFolder, base: str, keeps_head: bool) -> Any:
+    """Return a base model with an adapter that is active."""
     adapted = load(AutoAdapterModel, base).eval()
-    for head in adapted.known_heads():
+    for head in () if keeps_head else adapted.known_heads():
         adapted.delete_head(head)
     load_into(checkpoint, adapted, _NAME, set_active=True)
-    config = adapted.get_head(_NAME).config if _NAME in adapted.known_heads() else None
-    if config is None or config.output_class != _OUTPUT:
-        has = "no head" if config is None else f"a head of the type {config.head_type!r}"
-        raise CheckpointError(f"{checkpoint.path!r} has {has}. Write one that classifies texts.")
-    adapted.to(device or _default_device())
-    tokenizer = tokenizer_of(base)
-    settings = checkpoint.meta.get("train")
-    trained = settings.get("max_length") if isinstance(settings, dict) else None
-    length = tokens_of_text(adapted, tokenizer, max_length or trained)
-    logits = logits_of(adapted, tokenizer, texts, length, batch_size, progress)
-    count = logits.shape[-1]
-    labels = config.id2label or {number: str(number) for number in range(count)}
-    names = [str(labels[number]) for number in range(count)]
-    several = config.problem_type == "multi_label_classification"
-    return [_prediction(text, row, names, several) for text, row in zip(texts, logits, strict=True)]
+    return adapted
 
 
-@torch.inference_mode()
-def logits_of(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    max_length: int,
-    batch_size: int,
-    progress: bool,
-) -> Tensor:
-    """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
-
-    Args:
-        model: set to evaluation mode.
-        tokenizer: tokenizer of its base model.
-        texts: any number of texts.
-        max_length: maximum tokens per text.
-        batch_size: texts per batch; texts of similar length are batched together.
-        progress: whether to show a progress bar.
-    """
-    model.eval()
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-    found: list[Tensor] = []
-    starts = range(0, len(order), batch_size)
-    for start in tqdm(starts, "predicting", disable=not progress, leave=False, file=sys.stderr):
-        batch = [texts[number] for number in order[start : start + batch_size]]
-        tokens = tokenizer(
-            batch, truncation=True, max_length=max_length, padding=True, return_tensors="pt"
-        )
-        found.append(model(**tokens.to(model.device)).logits.float().cpu())
-    return torch.cat(found)[torch.tensor(order).argsort()]
-
-
-def write(stream: TextIO, predictions: Sequence[dict[str, Any]], kind: str) -> None:
+def write(
+    stream: TextIO, predictions: Sequence[dict[str, Any]], kind: str, separator: str = " "
+) -> None:
     """Write predictions, one per line.
 
     Args:
         stream: open for text.
         predictions: as `predict` returns them.
         kind: "csv" or "jsonl".
+        separator: in CSV, between the items of a list.
     """
     if kind == "jsonl":
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
         return
     writer = csv.writer(stream, lineterminator="\n")
     for number, row in enumerate(predictions):
-        values = row.get("probabilities") or {"value": row["value"]}
-        labels = [row["label"]] if "label" in row else []
+        # a mapping, such as of probabilities, has a column for each key
+        flat = dict(
+            pair
+            for key, value in row.items()
+            for pair in (value.items() if isinstance(value, Mapping) else [(key, value)])
+        )
         if number == 0:
-            writer.writerow(["text", *(["label"] if labels else []), *values])
-        # several labels of one text
-        labels = [label if isinstance(label, str) else "|".join(label) for label in labels]
-        writer.writerow([row["text"], *labels, *(f"{value:.6f}" for value in values.values())])
+            writer.writerow(flat)
+        writer.writerow(_cell(value, separator) for value in flat.values())
 
 
-def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> dict[str, Any]:
-    """Return a text with its likeliest label or labels and probabilities, or with its value."""
-    if several:
-        shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
-        likely = [name for name, share in shares.items() if share > 0.5]
-        return {"text": text, "label": likely, "probabilities": shares}
-    if len(names) == 1:
-        return {"text": text, "value": logits.item()}
-    shares = dict(zip(names, logits.softmax(-1).tolist(), strict=True))
-    return {"text": text, "label": names[int(logits.argmax())], "probabilities": shares}
+def _cell(value: object, separator: str) -> str:
+    if isinstance(value, list):
+        return separator.join(value)
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
 def _default_device() -> str:

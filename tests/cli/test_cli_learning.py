@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer, BertModel
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli import app, training
 from adapterzoo.cli.models import tokens_of_text
-from adapterzoo.cli.rows import read_classes
+from adapterzoo.cli.rows import read
+from adapterzoo.cli.tasks import tasks
 
 
 def test_train_learns_and_says_so(trained):
@@ -37,7 +39,7 @@ def test_train_saves_the_adapter_with_its_head_and_settings(trained, base):
     document = json.loads((trained["folder"] / "adapter_config.json").read_text())
     assert document["meta"]["train"] == {
         "accuracy": trained["accuracy"], "batch_size": 8, "epochs": 12.0, "eval_rows": 48,
-        "lr": 5e-3, "max_length": 64, "seed": 1, "train_rows": 48,
+        "lr": 5e-3, "max_length": 64, "seed": 1, "task": "text-classification", "train_rows": 48,
     }  # fmt: skip
 
 
@@ -160,11 +162,11 @@ def test_other_files_and_columns_are_read(run, base, rows, tmp_path, ending):
     if ending == "tsv":
         lines = ["review\tstars", *(f"{text}\t{len(label)}" for text, label in rows)]
     file.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
-    columns = ("--text-column", "review", "--label-column", "stars")
+    columns = ("--column", "text=review", "--column", "label=stars")
     said = run("train", "--model", base, "--train", file, "--output", tmp_path / "a",
                "--epochs", 0.1, "--device", "cpu", *columns).stdout  # fmt: skip
     assert "accuracy" not in said
-    lines = run("predict", tmp_path / "a", "--file", file, "--text-column", "review").stdout
+    lines = run("predict", tmp_path / "a", "--file", file).stdout
     assert lines.splitlines()[0] == "text,label,5,6"
     assert len(lines.splitlines()) == 49
 
@@ -179,30 +181,30 @@ def test_a_model_with_a_static_head_gets_the_new_one(run, trained, base, table, 
 
 
 CASES = {
-    "no such file": (None, "No such file or directory: 'rows.csv'"),
+    "no such file": (None, "there is no file 'rows.csv'"),
     "empty": ("", "'rows.csv' has no rows"),
     "names alone": ("text,label\n", "'rows.csv' has no rows"),
     "no labels": (
         "text\nfine\n",
-        "line 2 of 'rows.csv' has no text in the column 'label' ('text')",
+        "line 2 of 'rows.csv' has nothing in the column 'label' ('text')",
     ),
     "no texts": (
         "label\nfresh\n",
-        "line 2 of 'rows.csv' has no text in the column 'text' ('label')",
+        "line 2 of 'rows.csv' has nothing in the column 'text' ('label')",
     ),
     "an empty text": ("text,label\nfine,a\n ,b\n", "line 3 of 'rows.csv' has no text"),
     "a long row": (
         "text,label\nfine,a\ndull, really,b\n",
         "line 3 of 'rows.csv' has more values than columns. Write",
     ),
-    "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has no text"),
+    "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has nothing"),
     "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
     "no JSON": ("{\n", "'rows.jsonl' is damaged after line 0"),
     "no object": (
         '{"text": "a", "label": 1}\n[1]\n',
-        "line 2 of 'rows.jsonl' has no text in the column 'text' (a list)",
+        "line 2 of 'rows.jsonl' has nothing in the column 'text' (a list)",
     ),
     "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has no text"),
 }
@@ -231,7 +233,7 @@ REFUSED = {
     "no folder": (["--output", "rows.csv", "--name", "a"], "File exists: 'rows.csv'"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which the training data lack"),
-    "another ending": (["--train", "rows.xlsx"], "is none of '.csv'"),
+    "another ending": (["--train", "more.xlsx"], "is none of '.csv'"),
 }
 
 
@@ -240,6 +242,7 @@ def test_bad_choices_are_refused_before_training(run, monkeypatch, base, tmp_pat
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("text,label\nfine,a\ndull,b\n")
     Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
+    Path("more.xlsx").touch()
     Path("peft").mkdir()
     Path("peft/adapter_config.json").write_text('{"peft_type": "LORA"}')
     monkeypatch.setattr(training, "MultiAdapterTrainer", None)
@@ -279,7 +282,7 @@ def test_predict_refuses_an_adapter_without_a_head(run, base, tmp_path):
     model.add_adapter("bare", "seq_bn")
     model.save_adapter(tmp_path / "bare", "bare")
     said = run("predict", tmp_path / "bare", "--text", "fine", code=1).stderr
-    assert "has no head. Write one that classifies texts" in said
+    assert "has no head. Write one with a head for 'text-classification'" in said
 
 
 @pytest.mark.parametrize(("multilabel", "count"), [(True, 3), (False, 1)])
@@ -307,12 +310,14 @@ def test_heads_of_several_labels_and_of_numbers(run, base, tmp_path, multilabel,
         )
 
 
-def test_bars_are_for_people_and_on_standard_error(run, monkeypatch, base, table, tmp_path):
+def test_progress_is_for_people_and_on_standard_error(run, monkeypatch, base, table, tmp_path):
     arguments = ["train", "--model", base, "--train", table, "--eval", table, "--epochs", 0.2]
     arguments += ["--output", tmp_path / "a", "--device", "cpu"]
-    assert run(*arguments).stderr == ""
+    said = run(*arguments, "--batch-size", 1).stderr.splitlines()
+    assert len(said) == 10
+    assert re.fullmatch(r"a: step 10 of 10, loss 0\.\d{4}", said[-1])
     # what a terminal would make of it
-    monkeypatch.setattr(app, "wants_progress", lambda as_json: not as_json)
+    monkeypatch.setattr(app, "wants_progress", lambda as_json: "" if as_json else "bar")
     result = run(*arguments)
     assert "100%|" in result.stderr
     assert "predicting: " in result.stderr
@@ -326,7 +331,8 @@ def test_labels_that_are_numbers_are_sorted_as_numbers(tmp_path):
     for labels, names in ((["10", "9", "-1", "9"], ["-1", "9", "10"]),
                           (["10", "9", "--1"], ["--1", "10", "9"])):  # fmt: skip
         file.write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
-        assert read_classes(file, None, "text", "label")[2] == names
+        task = tasks["text-classification"]
+        assert task.classes(file, task.read(read(file), {})) == names
 
 
 def test_decoders_pad_with_the_end_of_texts(run, table, tmp_path):
