@@ -424,7 +424,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
     for name, kind, modules, is_active in _heads(model, active):
         # a tied output layer is the base model's
         found = dict.fromkeys(p for module in modules for p in module.parameters())
-        add(name, f"{kind} head", [p for p in found if id(p) not in ids], is_active)
+        add(name, kind, [p for p in found if id(p) not in ids], is_active)
         if labels := getattr(getattr(modules[0], "config", None), "id2label", None):
             rows[-1]["labels"] = list(labels.values())
     total = sum(map(size_of, base)) + sum(map(uncounted, model._backbone.modules()))
@@ -439,13 +439,18 @@ def _heads(
 ) -> Iterator[tuple[str, str, Sequence[nn.Module], bool]]:
     """Yield the name, the kind and the modules of each head, and whether it is active."""
     for name, head in heads_of(model).items():
-        yield name, head.config.head_type, [head], name in model._active.heads.names
+        yield name, f"{head.config.head_type} head", [head], name in model._active.heads.names
     owners = model._adapter_state.copies
     # an adapter's copy takes the place of the original, and is inside its layers
     for owner in owners:
-        yield owner, "static", [*copies.layers_with(model, owner).values()], owner in active
+        yield (
+            owner,
+            "copy of the head",
+            [*copies.layers_with(model, owner).values()],
+            owner in active,
+        )
     if own := [*copies.layers_of(model).values()]:
-        yield class_name(model), "static", own, not any(name in owners for name in active)
+        yield class_name(model), "head", own, not any(name in owners for name in active)
 
 
 def headline(model: AdaptedModel) -> str:

@@ -68,7 +68,7 @@ def test_a_static_head_and_its_copies_have_rows(tiny_static):
     size = sum(p.numel() for p in model.classifier.parameters()) // 2
     assert (own["name"], own["#param"], own["active"], own["train"]) == ("a", size, True, True)
     assert (head["#param"], head["active"], head["train"]) == (size, False, False)
-    assert head["architecture"] == own["architecture"] == "static head"
+    assert (own["architecture"], head["architecture"]) == ("copy of the head", "head")
     assert whole["name"] == "Full model"
 
 
