@@ -33,6 +33,8 @@ class AutoAdapterModel:
     family's `base_model_prefix`, so it can be used like any transformers model.
     """
 
+    _has_named_heads = True
+
     @classmethod
     @adapter_folders.or_adapter
     def from_pretrained(

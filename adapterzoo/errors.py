@@ -114,14 +114,17 @@ class BaseModelWarning(UserWarning):
     """An adapter is loaded into another base model than the one that it was trained on."""
 
 
-def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
+def listing(
+    items: Iterable[object], *, limit: int = _SHOWN, show: Callable[[Any], str] = repr
+) -> str:
     """Return the items as `'a', 'b', 'c' and 14 more`; the word `none` for an empty list.
 
     Args:
         items: what to show, in the order to show it.
         limit: how many are shown before the rest is counted.
+        show: returns the text of an item.
     """
-    shown = [repr(item) for item in items]
+    shown = [show(item) for item in items]
     if not shown:
         return "none"
     rest = len(shown) - limit

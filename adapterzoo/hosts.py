@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -41,7 +42,22 @@ def _patch_of(name: str) -> Callable[[ModuleType], None] | None:
     """Return the function that patches a module of this name; None if there is none."""
     if name == "transformers.trainer":
         return _patch_trainer
+    if name in _LOADERS:
+        return _patch_loader
     return _patch_trl if name.startswith("trl.") else None
+
+
+# the modules with which transformers loads models, and what belongs to them
+_LOADERS = (
+    "transformers.integrations.peft",
+    "transformers.modeling_utils",
+    "transformers.pipelines",
+    *(f"transformers.models.auto.{kind}_auto" for kind in (
+        "configuration", "feature_extraction", "image_processing", "processing", "tokenization",
+        "video_processing",
+    )),
+    "transformers.models.auto.auto_factory",
+)  # fmt: skip
 
 
 class _Finder(MetaPathFinder):
@@ -90,6 +106,19 @@ def _patch_trainer(module: Any) -> None:
     _wrap(module, "deepspeed_init", deepspeed_gets_one_dtype)
     _wrap(module.Trainer, "_load_from_checkpoint", trainer_resumes_adapters)
     _wrap(module.Trainer, "_load_best_model", trainer_loads_the_best_adapters)
+
+
+def _patch_loader(module: Any) -> None:
+    """Patch a module of transformers that loads models, configs or tokenizers."""
+    _wrap(module, "find_adapter_config_file", transformers_reads_only_files_of_peft)
+    _wrap(module, "load_model", transformers_loads_heads)
+    if module.__name__ == "transformers.modeling_utils":
+        _wrap(module.PreTrainedModel, "from_pretrained", transformers_loads_adapters)
+    for cls in [*vars(module).values()]:
+        # `AutoConfig`, `AutoTokenizer` and the others, which load no model
+        is_own = isinstance(cls, type) and cls.__module__ == module.__name__
+        if is_own and "Auto" in cls.__name__ and not hasattr(cls, "_model_mapping"):
+            _wrap(cls, "from_pretrained", transformers_takes_files_of_the_base)
 
 
 def _patch_trl(module: Any) -> None:
@@ -500,6 +529,143 @@ def transformers_saves_ties_once(model: Any, options: dict[str, Any]) -> None:
     state = options.get("state_dict") or model.state_dict()
     ties = model.all_tied_weights_keys
     options["state_dict"] = {key: tensor for key, tensor in state.items() if key not in ties}
+
+
+# --- transformers: `from_pretrained` and `pipeline` of folders with adapters ---
+
+
+def _adapter_in(path: object, options: Mapping[str, Any]) -> Any:
+    """Return the adapter without a model at a path, see `adapter_folders.find`; None if none is."""
+    asked = {key: value for key, value in options.items() if key != "config"}
+    return _above("model.hf.adapter_folders").find(path, asked)
+
+
+def _is_adapted(config: object) -> bool:
+    """Return whether a config is of a model that was saved with adapters of this library."""
+    entry = config.get("adapters") if isinstance(config, Mapping) else vars(config).get("adapters")
+    return isinstance(entry, Mapping) and "format" in entry
+
+
+def transformers_reads_only_files_of_peft(search: Callable[..., Any]) -> Callable[..., Any]:
+    """Let transformers find an `adapter_config.json` only if PEFT can read it.
+
+    It takes each for PEFT's, and fails with a `KeyError`. Tested with transformers 5.24.
+    """
+
+    @functools.wraps(search)
+    def patched(*args: Any, **options: Any) -> Any:
+        found = search(*args, **options)
+        return found if found is not None and _is_of_peft_format(Path(found)) else None
+
+    return patched
+
+
+# whether a tokenizer or processor is being loaded in this thread, which asks for its own config
+_ASKS: ContextVar[bool] = ContextVar("_ASKS", default=False)
+
+
+def transformers_takes_files_of_the_base(given: Any) -> Any:
+    """Let the config, tokenizer or processor at the path of an adapter be its base model's.
+
+    Files beside the adapter take precedence. The config has the labels of the adapter's head.
+    Tested with transformers 5.24.
+
+    Args:
+        given: the class method `from_pretrained` of `AutoConfig`, `AutoTokenizer` and the like.
+    """
+    load = given.__func__
+
+    @functools.wraps(load)
+    def patched(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
+        inside, is_config = _ASKS.get(), cls.__name__ == "AutoConfig"
+        outer = _ASKS.set(True)
+        try:
+            return load(cls, path, *args, **options)
+        except (OSError, ValueError):
+            found = None if inside else _adapter_in(path, options)
+            if found is None:
+                raise
+        finally:
+            _ASKS.reset(outer)
+        labels = _above("model.hf.adapter_folders").labels_in(found.path) if is_config else {}
+        own = labels | {**options, "revision": found.base.revision}
+        return load(cls, found.base.name, *args, **own)
+
+    return classmethod(patched)
+
+
+def transformers_loads_adapters(given: Any) -> Any:
+    """Let `from_pretrained` of transformers' classes load adapters too, as `load_model` does.
+
+    It ignores the adapters of a saved model, and finds no model in the folder of an adapter. PEFT,
+    if it is installed, loads adapters in its own format. Tested with transformers 5.24.
+
+    Args:
+        given: the class method.
+    """
+    load = given.__func__
+
+    @functools.wraps(load)
+    def patched(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
+        if path is None or hasattr(cls, "adapters_config"):
+            return load(cls, path, *args, **options)
+        config, found = options.get("config"), None
+        hub = {key: options[key] for key in _HUB if key in options}
+        try:
+            if config is None:
+                config, _ = cls.config_class.get_config_dict(path, **hub)
+            if not _is_adapted(config):
+                return load(cls, path, *args, **options)
+        except OSError:
+            if (found := _adapter_in(path, options)) is None:
+                raise
+        load_model = functools.partial(_above("model.hf.factory").load_model, model_class=cls)
+        if found is None:
+            return load_model(path, **options)
+        options.pop("adapter_kwargs", None)
+        return _above("model.hf.adapter_folders").load(
+            found, load_model, options, has_one_head=True
+        )
+
+    return classmethod(patched)
+
+
+_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def transformers_loads_heads(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a pipeline load adapters with their heads: it gets a model of `AutoAdapterModel`.
+
+    A class of transformers lacks heads by name. PEFT, if it is installed, loads adapters in its own
+    format. Tested with transformers 5.24.
+    """
+
+    @functools.wraps(load)
+    def patched(model: Any, config: Any, model_classes: Any = None, **options: Any) -> Any:
+        if not isinstance(model, str) or not _is_left_to_us(model, config, options):
+            return load(model, config, model_classes=model_classes, **options)
+        own = {k: v for k, v in options.items() if k not in ("task", "code_revision")}
+        loaded = _above("auto").AutoAdapterModel.from_pretrained(model, **own)
+        if [cls.__name__ for cls in model_classes or ()] == ["AutoModel"]:
+            # of features, not of logits
+            loaded.active_head = None
+        return loaded
+
+    return patched
+
+
+def _is_left_to_us(path: str, config: object, options: Mapping[str, Any]) -> bool:
+    """Return whether only this library can load the adapters at a path, if there are any."""
+    if _is_adapted(config):
+        return True
+    if (Path(path) / "config.json").is_file() or (found := _adapter_in(path, options)) is None:
+        return False
+    has_peft = importlib.import_module("transformers.utils").is_peft_available()
+    return not (has_peft and _is_of_peft_format(found.path / "adapter_config.json"))
+
+
+def _is_of_peft_format(file: Path) -> bool:
+    return "peft_type" in json.loads(file.read_text("utf-8"))
 
 
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---

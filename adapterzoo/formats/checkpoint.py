@@ -285,6 +285,15 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         return formats[name].read(folder, kind, info)
 
 
+def head_document(folder: Path) -> Mapping[str, Any]:
+    """Return what an adapter's folder says about its head; an empty mapping without any."""
+    head = files.read_json(folder / "adapter_config.json").get("head")
+    # AdapterHub's is beside it
+    if head is None and (beside := folder / "head_config.json").is_file():
+        head = files.read_json(beside)
+    return head if isinstance(head, Mapping) else {}
+
+
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     """Return a checkpoint with its adapter in the form of the peers' files.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from huggingface_hub import (
     ModelCard,
     ModelCardData,
 )
+from safetensors import safe_open
 
 from adapterzoo.composition import fusions_of
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +30,7 @@ from adapterzoo.errors import (
     names_call,
 )
 from adapterzoo.formats import files, native, setup_files
-from adapterzoo.formats.checkpoint import REVISION, Base, Checkpoint, formats, of
+from adapterzoo.formats.checkpoint import REVISION, Base, Checkpoint, formats, head_document, of
 from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import STATIC, head_types
@@ -281,10 +285,8 @@ def adapter_card(
         CheckpointError: the folder has no readable config.
     """
     document = read_json(folder / ADAPTER_CONFIG)
-    head = document.get("head")
-    if head is None and (folder / "head_config.json").is_file():
-        head = read_json(folder / "head_config.json")
-    head_config = head.get("config") if isinstance(head, Mapping) else None
+    head = head_document(folder)
+    head_config = head.get("config")
     head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
     base = base_name(document, text.base_model)
     model_type = document.get("model_type")
@@ -297,6 +299,9 @@ def adapter_card(
     pipeline_tag = next((head.pipeline_tag for head in known if task is not None), None)
     if task == "FEATURE_EXTRACTION":
         pipeline_tag = "feature-extraction"
+    inner, peft_type = document.get("config"), document.get("peft_type")
+    own = AdapterConfig.from_dict(inner) if isinstance(inner, Mapping) else None
+    method = str(peft_type).lower() if own is None else own.architecture
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
@@ -306,8 +311,8 @@ def adapter_card(
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
         pipeline_tag=pipeline_tag,
         tags=list(
-            dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
-                           *text.tags])
+            dict.fromkeys(["adapterzoo", "adapter", *([method] if method else []),
+                           *([model_type] if model_type else []), *text.tags])
         ),
         base_model_relation="adapter" if base else None,
     )  # fmt: skip
@@ -327,7 +332,6 @@ def adapter_card(
     if origin.revision is not None and origin.name == base:
         facts.insert(0, f"revision `{origin.revision}`")
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
-    inner = document.get("config")
     # PEFT's config has the base model's name too, perhaps as a local path
     hidden = (*BASE_NAMES, _PEFT_REVISION)
     outer = {key: value for key, value in document.items() if key not in hidden}
@@ -337,34 +341,123 @@ def adapter_card(
         "from adapterzoo import AutoAdapterModel\n"
         f"model = AutoAdapterModel.from_pretrained({given})"
     )
-    if isinstance(head, Mapping) and (static := head.get(STATIC)):
+    if static := head.get(STATIC):
         code = (
             "import adapterzoo, transformers\n"
             f"model = adapterzoo.init(transformers.{static}.from_pretrained({given}))"
         )
     where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
     load = "load_adapter_setup" if setup else "load_adapter"
+    usage = [f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```"]
+    if base and pipeline_tag in _OF_TEXT:
+        usage += [
+            "Then use it, for example in a pipeline:",
+            (
+                "```python\nfrom transformers import AutoTokenizer, pipeline\n"
+                f"tokenizer = AutoTokenizer.from_pretrained({given})\n"
+                f'run = pipeline("{pipeline_tag}", model=model, tokenizer=tokenizer)\n'
+                'print(run("a text"))\n```'
+            ),
+        ]
+    if base and peft_type and (task_class := _OF_PEFT.get(str(document.get("task_type")))):
+        width = _width(folder, document.get("modules_to_save") or ())
+        labels = f", num_labels={width}" if width and task_class.endswith("Classification") else ""
+        usage += [
+            "The files are PEFT's, which loads them too:",
+            (
+                f"```python\nfrom peft import PeftModel\nfrom transformers import {task_class}\n"
+                f"model = {task_class}.from_pretrained({given}{labels})\n"
+                f"model = PeftModel.from_pretrained(model, {where})\n```"
+            ),
+        ]
+    meta = document.get("meta") or {}
     parts = [
         f"# `{name}`",
         f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
         *([f"The base model that it was trained on: {', '.join(facts)}."] if facts else []),
+        _table("what", "of this adapter", _facts(folder, own, method, head)),
         "## How to load it",
         "```\npip install adapterzoo\n```",
-        f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```",
+        *usage,
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
     ]
-    if text.architecture_training:
-        parts += ["## Training", text.architecture_training]
+    if text.architecture_training or meta:
+        parts += ["## Training"]
+        parts += [text.architecture_training] if text.architecture_training else []
+        parts += [_table("value", "in training", meta)] if meta else []
     if text.results or text.evaluation:
         parts += ["## Results"]
         if text.results:
-            rows = [f"| {_cell(metric)} | {value:.6g} |" for metric, value in text.results.items()]
-            parts += ["\n".join(["| metric | value |", "| --- | --- |", *rows])]
+            results = {metric: f"{value:.6g}" for metric, value in text.results.items()}
+            parts += [_table("metric", "value", results)]
         parts += [text.evaluation] if text.evaluation else []
     if text.citation:
         parts += ["## Citation", text.citation]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+# the tasks whose pipelines take a text
+_OF_TEXT = ("fill-mask", "text-classification", "text-generation", "token-classification")
+# the class of transformers for each `task_type` of PEFT
+_OF_PEFT = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+
+
+def _facts(
+    folder: Path, own: AdapterConfig | None, method: str, head: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return what the files say about the adapter: method, size, layers, and the head's labels."""
+    found = {"method": f"`{method}`" if own is None else f"{method}, `{own!r}`"}
+    count, layers = 0, dict[str, None]()
+    for key, shape in _tensors(folder):
+        count += math.prod(shape)
+        path, is_native, rest = key.partition("/")
+        if is_native and path and not rest.startswith("/"):
+            layers[re.sub(r"(?<=\.)\d+(?=\.)", "*", path)] = None
+    names = wanted(file.name for file in folder.iterdir())
+    size = sum((folder / name).stat().st_size for name in names)
+    numbers = f"{count:,} numbers, " if count else ""
+    found["size"] = f"{numbers}{size:,} bytes" + (" with its head" if head else "")
+    if layers:
+        found["layers"] = listing(layers, show=lambda path: f"`{path}`")
+    if labels := _labels(head):
+        found["labels"] = listing(labels, limit=20, show=str)
+    return found
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the keys and shapes of the tensors in the safetensors files of an adapter."""
+    names = wanted(file.name for file in folder.iterdir())
+    for name in names:
+        if name.endswith(".safetensors"):
+            opened: Any = safe_open(folder / name, "pt")
+            for key in sorted([*opened.keys()]):
+                yield key, opened.get_slice(key).get_shape()
+
+
+def _width(folder: Path, modules: Iterable[str]) -> int | None:
+    """Return the number of outputs of the last layer in the modules of a head, in PEFT's files."""
+    inside = tuple(f".{module}." for module in modules)
+    weights = [shape for key, shape in _tensors(folder) if any(part in key for part in inside)]
+    return weights[-1][0] if weights else None
+
+
+def _labels(head: Mapping[str, Any]) -> list[str]:
+    """Return the labels of a head by their numbers."""
+    label2id = (head.get("config") or head).get("label2id") or {}
+    return sorted(label2id, key=label2id.__getitem__)
+
+
+def _table(first: str, second: str, rows: Mapping[str, Any]) -> str:
+    lines = [f"| {_cell(str(key))} | {_cell(str(value))} |" for key, value in rows.items()]
+    return "\n".join([f"| {first} | {second} |", "| --- | --- |", *lines])
 
 
 def _origin(folder: Path) -> Base:

@@ -24,6 +24,7 @@ from adapterzoo.anatomy import unwrapped
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold, no_rows
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
+from adapterzoo.errors import listing
 from adapterzoo.runtime import ActiveState, Division, Plan, tokens_key
 from adapterzoo.tensor_parallel import Split, whole_tensor
 
@@ -68,6 +69,10 @@ class AdapterDict(nn.ModuleDict):
 
 class SharedDict(AdapterDict):
     """The modules that the layers of adapters share, in the base model."""
+
+    def __repr__(self) -> str:
+        """Show the names of the adapters."""
+        return f"SharedDict({listing(self._modules)})"
 
 
 def container_of(module: nn.Module, default: str = Contained.container) -> str:
@@ -313,12 +318,28 @@ class Adapted(nn.Module):
         facts = self._plain, self._read, self._kind, self._shown, self._is_parallel
         return _blank, facts, state
 
+    def __repr__(self) -> str:
+        """Show the layer as its own class does, and behind it the adapters in one line."""
+        containers = self._link.containers
+        shown = self._plain.__new__(self._plain)
+        parts = {key: part for key, part in self._modules.items() if key not in containers}
+        vars(shown).update(vars(self) | {"_modules": parts})
+        held = adapters_of(self)
+        return f"{shown!r} + {listing(held.items(), limit=3, show=_shown)}" if held else repr(shown)
+
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they need the active state of the replicating thread
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         link = self._link
         replica._link = replace(link, active=link.active.pinned())
         return replica
+
+
+def _shown(held: tuple[str, nn.Module]) -> str:
+    name, module = held
+    size = sum(parameter.numel() for parameter in module.parameters())
+    # some are in a module that the layers share
+    return f"{type(module).__name__} {name!r}" + (f" ({size:,} parameters)" if size else "")
 
 
 def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:

@@ -86,6 +86,10 @@ class AdapterModelMixin:
 
     # --- inspect ---
 
+    def __repr__(self) -> str:
+        """Show in the first line what is added, active and trained, and then the modules."""
+        return f"{training.headline(self)}\n{super().__repr__()}"
+
     @property
     def adapters_config(self) -> AdaptersConfig:
         """Names and configs of all adapters."""
@@ -134,13 +138,14 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
 
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
-        """Return a table of all adapters: name, architecture, parameters, share, active, trained.
+        """Return a table of all adapters and heads, with sizes, and what is active and trained.
 
         For an active adapter the table also names the blocks in `skip_layers`.
 
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
-                percent of the base model's parameters; the last row is the base model. A
+                percent of the base model's parameters; the last row is the base model. Rows of
+                heads stand before it, with `labels` if they have any. A
                 quantized weight counts as many parameters as before quantization. Rows of
                 active adapters have `skip_layers` if blocks are skipped.
         """

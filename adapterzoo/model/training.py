@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,15 @@ from .heads import copies, tables
 from .heads.copies import tables_of
 from .heads.named import all_tensors
 from .hf.guards import refuse_untrained
-from .sharding import gathered, gathering, refuse_if_fixed, refuse_if_sharded, reshard, size_of
+from .sharding import (
+    class_name,
+    gathered,
+    gathering,
+    refuse_if_fixed,
+    refuse_if_sharded,
+    reshard,
+    size_of,
+)
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -391,31 +399,72 @@ _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
 
 
 def summary(model: AdaptedModel) -> list[dict[str, Any]]:
-    """Return a row for each adapter, then one for the base model."""
+    """Return a row for each adapter, then for each head, then one for the base model."""
     plan, records = model._active.plan, model._adapter_state.records
     active = () if plan.setup is None else plan.setup.flatten()
     rows: list[dict[str, Any]] = []
-    adapters_own: set[int] = set()
+    # the parameters that rows above have, so that none counts twice
+    ids: set[int] = set()
+
+    def add(name: str, kind: str, own: Iterable[nn.Parameter], is_active: bool) -> dict[str, Any]:
+        parameters = list(own)
+        ids.update(map(id, parameters))
+        trained = all(p.requires_grad for p in parameters)
+        size = sum(map(size_of, parameters))
+        row = {"name": name, "architecture": kind, "#param": size, "active": is_active}
+        rows.append(row | {"train": trained})
+        return rows[-1]
+
     for name, record in records.items():
-        parameters = list(parameters_of(model, name))
-        adapters_own |= {id(p) for p in parameters}
-        rows.append(
-            {
-                "name": name,
-                "architecture": record.config.architecture,
-                "#param": sum(size_of(p) for p in parameters),
-                "active": name in active,
-                "train": all(p.requires_grad for p in parameters),
-            }
-        )
+        row = add(name, record.config.architecture, parameters_of(model, name), name in active)
         if name in active and plan.skip_layers:
-            rows[-1]["skip_layers"] = list(plan.skip_layers)
-    own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
-    total = sum(map(size_of, own)) + sum(map(uncounted, model._backbone.modules()))
+            row["skip_layers"] = list(plan.skip_layers)
+    base = [p for p in model._backbone.parameters() if id(p) not in ids]
+    ids.update(map(id, base))
+    for name, kind, modules, is_active in _heads(model, active):
+        # a tied output layer is the base model's
+        found = dict.fromkeys(p for module in modules for p in module.parameters())
+        add(name, kind, [p for p in found if id(p) not in ids], is_active)
+        if labels := getattr(getattr(modules[0], "config", None), "id2label", None):
+            rows[-1]["labels"] = list(labels.values())
+    total = sum(map(size_of, base)) + sum(map(uncounted, model._backbone.modules()))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
-    trained = any(p.requires_grad for p in own)
+    trained = any(p.requires_grad for p in base)
     return [*rows, {"name": "Full model", "#param": total, "%param": 100.0, "train": trained}]
+
+
+def _heads(
+    model: AdaptedModel, active: Sequence[str]
+) -> Iterator[tuple[str, str, Sequence[nn.Module], bool]]:
+    """Yield the name, the kind and the modules of each head, and whether it is active."""
+    for name, head in heads_of(model).items():
+        yield name, f"{head.config.head_type} head", [head], name in model._active.heads.names
+    owners = model._adapter_state.copies
+    # an adapter's copy takes the place of the original, and is inside its layers
+    for owner in owners:
+        yield (
+            owner,
+            "copy of the head",
+            [*copies.layers_with(model, owner).values()],
+            owner in active,
+        )
+    if own := [*copies.layers_of(model).values()]:
+        yield class_name(model), "head", own, not any(name in owners for name in active)
+
+
+def headline(model: AdaptedModel) -> str:
+    """Return what a model has in one line: adapters, heads, and how much is trained."""
+    known, plan, heads = model._adapter_state.records, model._active.plan, heads_of(model)
+    parts = [f"adapters: {listing(known)}" + (f", active {plan.setup!r}" if plan.setup else "")]
+    if heads:
+        own = model._active.heads.names
+        parts += [f"heads: {listing(heads)}" + (f", active {listing(own)}" if own else "")]
+    every = [*cast("nn.Module", model).parameters()]
+    trained = sum(size_of(p) for p in every if p.requires_grad)
+    packed = sum(map(uncounted, cast("nn.Module", model).modules()))
+    parts += [f"trained: {trained:,} of {sum(map(size_of, every)) + packed:,} parameters"]
+    return "; ".join(parts)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -427,6 +476,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _cell(row: dict[str, Any], column: str) -> str:
     value = row.get(column, "")
+    if column == "architecture" and (labels := row.get("labels")):
+        return f"{value}: {listing(labels, limit=4, show=str)}"
     if isinstance(value, bool):
         skipped = row.get("skip_layers", ()) if column == "active" else ()
         where = f", not in blocks {', '.join(map(str, skipped))}" if skipped else ""

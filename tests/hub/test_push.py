@@ -79,7 +79,7 @@ def test_the_card_is_true(hub, model, head):
         "library_name": "adapterzoo",
         "license": "mit",
         "metrics": ["accuracy", "f1|macro", "mcc"],
-        "tags": ["adapterzoo", "adapter", "bert", "films"],
+        "tags": ["adapterzoo", "adapter", "lora", "bert", "films"],
         **({"pipeline_tag": "text-classification"} if head else {}),
     }
     for line in ("| accuracy | 0.912346 |", "| f1\\|macro | 1 |", "One epoch.", "@us",

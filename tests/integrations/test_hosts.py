@@ -6,6 +6,7 @@ well with it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import peft as mixin_of_peft
+from transformers.models.auto import auto_factory
 from transformers.utils import import_utils
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -92,7 +94,7 @@ def test_every_fact_is_told_and_shown():
     facts = re.findall(
         r"^def ((?:trainer|trl|transformers|accelerator|deepspeed)s?_\w+)", room, re.M
     )
-    assert len(facts) == 24
+    assert len(facts) == 28
     shown = set(re.findall(r"# (\w+)$", here, re.M))
     assert shown == {*facts}
     # each says with which releases it was tested
@@ -331,6 +333,58 @@ def test_deepspeed_would_leave_another_adapter_as_it_is(tmp_path):
     engine.module.add_adapter("another", "lora")
     with pytest.raises(CheckpointError, match="another"):
         transformers.trainer.deepspeed_load_checkpoint(engine, str(tmp_path))
+
+
+# --- transformers: folders with adapters ---
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """The folder of an adapter with a head; its base model and its tokenizer are beside it."""
+    AutoAdapterModel.from_config(tiny_config("bert")).base_model.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    model = AutoAdapterModel.from_pretrained(tmp_path / "base")
+    model.add_adapter("a", "lora[r=2]")
+    model.add_classification_head("a", num_labels=3, layers=1, use_pooler=True)
+    model.save_adapter(tmp_path / "a", "a")
+    model.save_pretrained(tmp_path / "whole")
+    return tmp_path / "a"
+
+
+def test_transformers_would_take_each_folder_for_one_of_peft(adapter, forget):
+    # transformers_reads_only_files_of_peft
+    task = transformers.AutoModelForSequenceClassification
+    assert task.from_pretrained(adapter).active_adapters == adapterzoo.Stack("a")
+    forget(auto_factory, "find_adapter_config_file")
+    with pytest.raises(KeyError, match="base_model_name_or_path"):
+        task.from_pretrained(adapter)
+
+
+def test_an_adapter_would_have_no_config_and_no_tokenizer(adapter, forget):
+    # transformers_takes_files_of_the_base
+    words = transformers.AutoTokenizer.from_pretrained(adapter)
+    assert words("a bad plot").input_ids == tokenizer()("a bad plot").input_ids
+    assert transformers.AutoConfig.from_pretrained(adapter).num_labels == 3
+    for cls in (transformers.AutoConfig, transformers.AutoTokenizer):
+        forget(cls, "from_pretrained")
+        with pytest.raises(ValueError, match=r"model_type|tokenizer"):
+            cls.from_pretrained(adapter)
+
+
+def test_the_adapters_of_a_saved_model_would_be_lost(adapter, forget):
+    # transformers_loads_adapters
+    whole = adapter.parent / "whole"
+    assert transformers.BertModel.from_pretrained(whole).has_adapters()
+    forget(PreTrainedModel, "from_pretrained")
+    assert not hasattr(transformers.BertModel.from_pretrained(whole), "has_adapters")
+
+
+def test_a_pipeline_would_lose_named_heads(adapter, forget):
+    # transformers_loads_heads
+    make = functools.partial(transformers.pipeline, "text-classification", model=str(adapter))
+    assert list(make().model.heads) == ["a"]
+    forget(transformers.pipelines, "load_model")
+    assert not hasattr(make().model, "heads")
 
 
 # --- transformers and PEFT ---

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from transformers import AutoModel, BertModel
+from transformers import AutoModel, BertModel, PreTrainedModel
 
 from adapterzoo import AutoAdapterModel, init, load_model
 from adapterzoo.errors import CheckpointError, StateError
@@ -48,7 +48,12 @@ def test_adapters_of_another_format_are_not_lost_unseen(of, name, tmp_path):
 
 
 def test_a_plain_model_does_not_hide_them_either(tmp_path):
-    plain = BertModel.from_pretrained(saved(tmp_path, {"format": "adapterzoo-2", "adapters": []}))
+    path = saved(tmp_path, {"format": "adapterzoo-2", "adapters": []})
+    with pytest.raises(CheckpointError, match=r"pip install -U adapterzoo"):
+        BertModel.from_pretrained(path)
+    # as in a process that imports adapterzoo afterwards
+    load = vars(PreTrainedModel)["from_pretrained"]._unpatched.__func__
+    plain = load(BertModel, path)
     with pytest.raises(StateError, match=r"load_model\(path, BertModel\)"):
         init(plain)
 

@@ -109,6 +109,8 @@ class Certificate:
         )
         return "\n".join([*columns([_TITLES, *rows], [False, *[True] * 4, False]), outputs])
 
+    __repr__ = __str__
+
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

@@ -113,23 +113,49 @@ def _without_model(path: str | os.PathLike[str], asked: Mapping[str, Any]) -> Pa
         return None
 
 
-def load(found: AdapterFolder, load_base: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def labels_in(folder: Path) -> dict[str, Any]:
+    """Return the labels of an adapter's head as arguments of `from_pretrained`, if it has any.
+
+    Args:
+        folder: of the adapter.
+    """
+    head = formats.head_document(folder)
+    label2id = (head.get("config") or head).get("label2id")
+    if not isinstance(label2id, Mapping):
+        return {}
+    # the keys of a JSON object may be sorted
+    names = dict(sorted((number, name) for name, number in label2id.items()))
+    return {"label2id": {name: number for number, name in names.items()}, "id2label": names}
+
+
+def load(
+    found: AdapterFolder,
+    load_base: Callable[..., Any],
+    options: Mapping[str, Any],
+    has_one_head: bool = False,
+) -> Any:
     """Return the base model with the adapter, which is active, and with its head.
 
     Args:
         found: the adapter.
         load_base: loads a model with the methods of adapters by name.
         options: arguments for it; `revision` is that of the adapter. With a `dtype`, both have it.
+        has_one_head: whether the model's head is that of its class, which gets the labels of the
+            adapter's head, unless the options have others.
     """
     own = {name: value for name, value in options.items() if name != "revision"}
     if found.base.revision:
         own["revision"] = found.base.revision
+    if has_one_head and not {"config", "num_labels", "id2label", "label2id"} & own.keys():
+        own |= labels_in(found.path)
     loaded = load_base(found.base.name, **own)
     model = loaded[0] if options.get("output_loading_info") else loaded
     load_as = None if found.name is None else Path(found.name).name
     asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
     dtype = model.dtype if asked else None
     model.load_adapter(
-        found.path, load_as=load_as, set_active=True, dtype=dtype, fingerprint=found.fingerprint
-    )
+        found.path, load_as=load_as, set_active=True, dtype=dtype, fingerprint=found.fingerprint,
+        # a class such as `BertModel` has no head
+        with_head=model._has_named_heads or model._backbone is not model,
+    )  # fmt: skip
     return loaded

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from adapterzoo import hosts
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
@@ -118,6 +118,13 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     vars(config).pop("adapters", None)
     if written is None:
         return
+    if (known := document.get("known_heads")) and not (
+        model._has_named_heads or model._backbone is cast("nn.Module", model)
+    ):
+        raise CheckpointError(
+            f"from_pretrained: the model was saved with the heads {listing(known)}, which a "
+            f"{type(model).__name__} does not have. Write AutoAdapterModel.from_pretrained(…)."
+        )
     try:
         _restore(model, document)
     except (KeyError, TypeError, ValueError) as error:

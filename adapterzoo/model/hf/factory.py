@@ -412,14 +412,16 @@ def load_model(
     Raises:
         StateError: `AutoAdapterModel` takes no interface.
     """
+    # a class with named heads finds adapters itself
+    finds = getattr(model_class, "_has_named_heads", False) or interface is not None
+    if not finds and (adapter := adapter_folders.find(path, kwargs)) is not None:
+        load = functools.partial(load_model, model_class=model_class)
+        return cast("M", adapter_folders.load(adapter, load, kwargs, has_one_head=True))
     if not issubclass(model_class, PreTrainedModel):
         # a class such as AutoAdapterModel chooses that of the model
         loaded = cast("Any", model_class).from_pretrained(path, **kwargs)
         init(loaded[0] if kwargs.get("output_loading_info") else loaded, interface=interface)
         return cast("M", loaded)
-    if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
-        load = functools.partial(load_model, model_class=model_class)
-        return cast("M", adapter_folders.load(adapter, load, kwargs))
     given = interface
     # a saved model has its interface beside it
     if given is None and isinstance(path, (str, os.PathLike)) and (Path(path) / FILE).is_file():

@@ -192,6 +192,8 @@ class AdapterReport:
         lines += [f"note: {self.note}"] if self.note else []
         return "\n".join([*lines, "", *self._table()])
 
+    __repr__ = __str__
+
     def _table(self) -> list[str]:
         kinds, cells = self.shown_kinds(), {(n, kind): cell for n, kind, cell in self.cells()}
         measured = any(site.change is not None for site in self.sites)
