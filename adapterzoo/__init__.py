@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .multi import MultiAdapterTrainer, sweep
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 # hosts are told what they need to know of models with adapters
 _watch()
