@@ -4,7 +4,8 @@
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page;
 #                   ARGS=--part for the fixed tenth of them that CI runs
 # make docs         builds the site offline into build/docs/html; make links checks its links
-# make readme       runs the code of the README with only the declared dependencies
+# make readme       builds the wheel, and runs the command line and the code of the README with only
+#                   the declared dependencies
 # make newest       the README and the tests of methods and model with the newest versions of all
 #                   but torch; make oldest: with the oldest that are supported; ARGS=--part: fewer tests
 # make notebooks    runs the notebooks from top to bottom and saves their outputs
@@ -62,13 +63,14 @@ quickstart: $(VENV)/.quickstart-$(KEY)
 compare: $(VENV)/.quickstart-$(KEY)
 	@$(BIN)/python benchmarks/compare.py $(ARGS)
 
-# a wheel with only its declared dependencies
+# a wheel, built from the source distribution, with only its declared dependencies
 readme: $(VENV)/.test-$(KEY)
 	rm -rf build/readme
-	$(BIN)/python $(PIP) wheel --no-deps --no-build-isolation -w build/readme .
+	$(BIN)/python -m hatchling build -t sdist -d build/readme
+	$(BIN)/python $(PIP) wheel --no-deps --no-build-isolation -w build/readme build/readme/*.tar.gz
 	$(BIN)/python -m venv build/readme/venv
 	build/readme/venv/bin/python $(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)' build/readme/*.whl
-	$(BIN)/python tests/run_readme.py build/readme/venv/bin/python
+	$(BIN)/python tests/run_readme.py build/readme/venv/bin/python build/readme/*.whl
 
 newest oldest: export OMP_NUM_THREADS = 1
 newest oldest: export HF_HUB_OFFLINE = 1

@@ -18,7 +18,7 @@ from typing import Any
 from .errors import no_attribute as _no_attribute
 from .hosts import watch as _watch
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 # hosts are told what they need to know of models with adapters
 _watch()

@@ -332,7 +332,16 @@ def declarations(cls: Any) -> Mapping[str, Mapping[str, Any]]:
 
 @functools.cache
 def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
-    """Return the check and the default of each field of a config class that has a check."""
+    """Return the check and the default of each field of a config class that has a check.
+
+    Raises:
+        ConfigError: the class has fields and no decorator.
+    """
+    if any(isinstance(value, dataclasses.Field) for value in vars(cls).values()):
+        raise ConfigError(
+            f"{cls.__name__} declares fields, but has no decorator. Write @method_config('name') "
+            "above it."
+        )
     found = {name: own.get("check") for name, own in declarations(cls).items()}
     return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import adapterzoo.methods
 from adapterzoo import AdapterConfig, BnConfig, ConfigUnion, LoRAConfig, SeqBnConfig
-from adapterzoo.errors import ConfigError
+from adapterzoo.config import Range, field
+from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.heads._base import HeadConfig
 from adapterzoo.heads.pooled import ClassificationConfig
 from adapterzoo.methods.fusion import AdapterFusionConfig
@@ -75,6 +77,24 @@ def test_a_field_without_its_name_and_a_missing_one_are_told() -> None:
 def test_a_union_takes_no_fields() -> None:
     with pytest.raises(ConfigError, match=r"there is no field 'bogus'"):
         ConfigUnion(SeqBnConfig(), LoRAConfig(), bogus=1)  # type: ignore[call-arg]
+
+
+class Undecorated(LoRAConfig):
+    rate: int = field(3, Range(1, 9))
+
+
+class Nowhere(LoRAConfig):
+    def placements(self, anatomy: Any) -> list[Any]:
+        return []
+
+
+def test_a_config_that_its_author_left_unfinished_says_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"declares fields.* Write @method_config\('name'\)"):
+        Undecorated()
+    model = adapterzoo.init(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with pytest.raises(SiteError, match="the placements of Nowhere in this Sequential are empty"):
+        model.add_adapter("a", Nowhere())
+    assert "a" not in model.adapters_config
 
 
 def test_a_type_error_of_a_class_itself_stays() -> None:

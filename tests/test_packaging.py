@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -90,9 +91,12 @@ def test_version_is_that_of_the_metadata():
     assert adapterzoo.__version__ == metadata.version("adapterzoo")
 
 
-def test_the_changelog_has_the_version():
+def test_changelog_and_citation_have_the_version_and_its_date():
     release = Version(adapterzoo.__version__).base_version
-    assert f"\n## {release}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    dated = re.search(r"^date-released: (\S+)$", citation, re.MULTILINE)
+    assert f"\nversion: {release}\n" in citation
+    assert f"\n## {release} ({dated[1]})\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_the_package_is_typed():

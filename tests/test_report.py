@@ -487,6 +487,8 @@ def test_the_picture_says_what_the_table_says(tmp_path):
     report.plot(tmp_path / "b.svg")
     assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "a.svg").read_bytes()
     figure = report.plot()
+    # what a notebook shows where pyplot has not been imported
+    assert figure._repr_png_().startswith(b"\x89PNG")
     assert figure.get_size_inches()[0] > 6
     with pytest.raises(ConfigError, match=r"no image suffix. Write 'report\.svg'"):
         report.plot(tmp_path / "report.txt")

@@ -16,7 +16,7 @@ from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
 from adapterzoo.inject.building import at_hand, build, build_shared, device_of, inject_path
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
@@ -273,6 +273,7 @@ def make(
         device: of the modules; None: that of each layer.
 
     Raises:
+        SiteError: the config places no adapter.
         StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
@@ -285,6 +286,11 @@ def make(
     by_path: dict[str, list[Placement]] = {}
     for placement in all_placements(config, model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
+    if not by_path:
+        raise SiteError(
+            f"the placements of {type(config).__name__} in this {type(model).__name__} are empty. "
+            "Return one for each layer to adapt."
+        )
     refuse_own_size(model, "it", by_path)
     refuse_both(model, by_path)
     layers = {path: layer_in(model, path) for path in by_path}

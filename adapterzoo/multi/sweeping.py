@@ -14,6 +14,7 @@ from torch import nn
 
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, columns, listing
+from adapterzoo.model.report.picture import displayed
 
 from .trainer import MultiAdapterTrainer
 
@@ -98,7 +99,7 @@ class Sweep:
         axes.grid(alpha=0.3)
         if path is not None:
             figure.savefig(path)
-        return figure
+        return displayed(figure)
 
     def _across(self) -> str | None:
         """Return the numeric key with the most values; None if none has two values."""

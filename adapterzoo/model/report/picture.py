@@ -5,6 +5,8 @@ It is readable without colors: larger changes have darker shades, and faults are
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import os
 import textwrap
@@ -48,7 +50,23 @@ def draw(report: Any, path: str | os.PathLike[str] | None) -> Any:
         figure = _figure(report, Figure, mpl)
         if path is not None:
             _write(figure, path)
+    return displayed(figure)
+
+
+def displayed(figure: Any) -> Any:
+    """Return the figure; notebooks then show it whether or not pyplot has been imported.
+
+    Args:
+        figure: of matplotlib.
+    """
+    figure._repr_png_ = functools.partial(_png, figure)
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=80, bbox_inches="tight")
+    return file.getvalue()
 
 
 def _write(figure: Any, path: str | os.PathLike[str]) -> None:
