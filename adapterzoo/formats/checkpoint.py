@@ -361,7 +361,7 @@ def write(
         is_other = formats[there].read is not chosen.read
         if held == kind:
             stale |= own
-        # another kind may be next to it, where no file belongs to both, or go with it
+        # a checkpoint of the other kind may be there too if they share no file, or go with it
         elif is_other and not own <= stale and own & (touched | stale):
             what = "an adapter" if held == "adapter" else "a head"
             raise CheckpointError(

@@ -129,7 +129,7 @@ def asked(plain: type[nn.Module]) -> dict[str, Any]:
     """Return the attribute that torch reads from an encoder; it is false while adapters are active.
 
     Args:
-        plain: a module's own class; empty for any class but an encoder's.
+        plain: a module's own class; the result is empty unless it is an encoder's.
     """
 
     def attribute(name: str) -> property:

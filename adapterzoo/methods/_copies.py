@@ -503,7 +503,7 @@ def tables_in(
         named = names if isinstance(names, str) else listing(parts)
         what = "table of tokens" if names is None else f"embedding {named}"
         raise SiteError(
-            f"rows of embeddings are to be trained, but this model has no {what}; embeddings: "
+            f"rows of embeddings are to be trained, and this model has no {what}; embeddings: "
             f"{listing(tables) or 'none'}. Write {hint}."
         )
     return list(dict.fromkeys(map(anatomy.sharing, found)))

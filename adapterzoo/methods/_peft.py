@@ -32,7 +32,7 @@ TOKENS: Mapping[str, PeftArgument] = {
     "trainable_token_indices": PeftArgument(ours="trainable_token_indices")
 }
 PROMPT: Mapping[str, PeftArgument] = {
-    name: PeftArgument(hint="the model determines it. Leave it out.")
+    name: PeftArgument(hint="the model has this number. Leave it out.")
     for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
 } | {"modules_to_save": PeftArgument(ours="modules_to_save")}
 

@@ -389,7 +389,7 @@ class AdapterPool:
             return
         if not overwrite_ok:
             raise DuplicateNameError(
-                f"it already has an adapter {name!r}. Write overwrite_ok=True, or another name."
+                f"{name!r} is already in the pool. Write overwrite_ok=True, or another name."
             )
         self._member(name)
 

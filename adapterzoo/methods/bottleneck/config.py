@@ -104,7 +104,7 @@ class BnConfig(ConfigWithCopies):
         ln_after: a new layer norm after it.
         init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
             "houlsby": N(0, 0.01) cut off at two deviations. With `phm_layer`, "bert" leaves the
-                initialization to the fields of Compacter, and "houlsby" is invalid.
+            initialization to the fields of Compacter, and "houlsby" is invalid.
         init_weights_seed: makes the initial values reproducible; they differ from site to site.
         is_parallel: the bottleneck reads inp, and its result is added to h.
         scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a

@@ -226,13 +226,13 @@ class Projected(WeightAdapter):
         return drawn((size, size), lambda t: t.zero_().fill_diagonal_(value), device, dtype)
 
     def projections(self, base: BaseLayer, like: Tensor) -> Factors:
-        """Return the layer's part of A `[r, d_in]` and B `[d_out, r]`, on the device of `like`."""
+        """Return the part of A `[r, d_in]` and B `[d_out, r]`, with device and dtype of `like`."""
         shared = cast("Projections", base.shared(self))
         a, b = shared.lora_A[:, : self.d_in], shared.lora_B[: self.d_out]
         return a.to(like.device, like.dtype), b.to(like.device, like.dtype)
 
     def factors(self, base: BaseLayer, like: Tensor) -> Factors:
-        """Return Λ_d A `[*experts, r, d_in]` and Λ_b B `[*experts, d_out, r]`, like `like`."""
+        """Return Λ_d A `[*experts, r, d_in]` and Λ_b B `[*experts, d_out, r]`, likewise."""
         a, b = self.projections(base, like)
         d, s = self.lambda_d.to(a.dtype), self.lambda_b.to(b.dtype)
         return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
