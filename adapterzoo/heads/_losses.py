@@ -99,7 +99,7 @@ def check_range(labels: Tensor, low: int, high: int) -> None:
     """Check that the labels that count lie within `low ≤ label ≤ high`, on the CPU.
 
     Raises:
-        ConfigError: a label does not.
+        ConfigError: a label is outside this range.
     """
     if torch.compiler.is_compiling() or labels.device.type != "cpu":
         return

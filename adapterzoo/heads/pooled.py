@@ -246,7 +246,7 @@ class ImageClassificationConfig(PooledConfig):
 
     @property
     def problem_type(self) -> str:
-        """Like for text; with a single label, a regression."""
+        """As for text; with a single label, a regression."""
         several = self.multilabel and self.num_labels > 1
         return "multi_label_classification" if several else super().problem_type
 

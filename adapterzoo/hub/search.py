@@ -143,7 +143,7 @@ def adapter_info(
 
     Raises:
         CheckpointError: its config is damaged.
-        HubError: there is no such repository, it must not be read, or the request failed.
+        HubError: there is no such repository, access is denied, or the request failed.
     """
     if source == "ah" or (source is None and is_old_id(adapter_id)):
         adapter_id = repository_of(adapter_id, model_name, config)

@@ -620,7 +620,6 @@ class PeftModel(InjectedModel, metaclass=standins.ModelType):
 
     def get_layer_status(self) -> Any:
         """Return the adapters of each layer: `get_layer_status(model)`."""
-        # imported late: it needs PEFT's classes of layers, which are above this class
         return status.get_layer_status(cast("Any", self))
 
     def get_model_status(self) -> Any:
