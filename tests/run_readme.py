@@ -74,8 +74,11 @@ def run(python: str, code: str, check: str = CHECK) -> int:
 
 def strange(names: list[str]) -> list[str]:
     """The names in a wheel that are neither code of the package nor about it."""
-    wanted = re.compile(r"adapterzoo/([a-z_0-9]+/)*\w+\.py|adapterzoo/py\.typed|adapterzoo-\S+/\S+")
-    missing = {"adapterzoo/py.typed", "adapterzoo/__init__.py"} - {*names}
+    wanted = re.compile(
+        r"adapterzoo/([a-z_0-9]+/)*\w+\.pyi?|adapterzoo/py\.typed|adapterzoo-\S+/\S+"
+    )
+    missing = {f"adapterzoo/{name}" for name in ("py.typed", "__init__.py", "__init__.pyi")}
+    missing -= {*names}
     return [*(name for name in names if not wanted.fullmatch(name)), *missing]
 
 
