@@ -174,7 +174,7 @@ class Reft(Adapter):
         super().__init__()
         if config.r > (d := site.d_out):
             where = f"{type(config).__name__}(r={config.r}) at {site.path!r}"
-            raise ConfigError(f"{where}: the states have only {d} features. Write r={d} or less.")
+            raise ConfigError(f"{where}: the states have {d} features. Write r={d} or less.")
         self.counts = {"0": config.prefix_positions, "1": config.suffix_positions}
         new = partial(drawn, device=device, dtype=dtype_named(config.dtype, dtype))
         # a unit without positions would get no gradient

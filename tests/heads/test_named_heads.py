@@ -388,5 +388,5 @@ def test_labels_without_a_head_and_positions_without_their_pair_are_named():
     model.add_qa_head("q")
     with pytest.raises(StateError, match=r"labels=….*no active head takes these.*active_head"):
         model(IDS, labels=LABELS)
-    with pytest.raises(ConfigError, match="needs also 'end_positions'"):
+    with pytest.raises(ConfigError, match="also needs 'end_positions'"):
         model(IDS, start_positions=LABELS)

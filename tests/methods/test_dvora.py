@@ -108,7 +108,7 @@ def test_averages_need_equal_matrices():
     for key in ("lambda_d", "lambda_b", "m"):
         one, other, mean = (getattr(found[n], key) for n in ("a", "b", "mean"))
         torch.testing.assert_close(mean, 0.25 * one + 0.75 * other)
-    with pytest.raises(CompositionError, match="one projection_prng_key, and these have 0 and 1"):
+    with pytest.raises(CompositionError, match="one projection_prng_key, but these have 0 and 1"):
         model.average_adapter("other", ["a", "c"])
 
 

@@ -119,7 +119,7 @@ def test_averages_need_equal_matrices():
     torch.testing.assert_close(found["mean"], 0.25 * found["a"] + 0.75 * found["b"])
     assert torch.equal(shared(model, "mean")[0], shared(model)[0])
     with pytest.raises(
-        CompositionError, match=r"one projection_prng_key, and these have 0 and 1.*Average"
+        CompositionError, match=r"one projection_prng_key, but these have 0 and 1.*Average"
     ):
         model.average_adapter("other", ["a", "c"])
     assert "other" not in model.adapters_config
