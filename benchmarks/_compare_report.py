@@ -140,8 +140,8 @@ def page(document: dict[str, Any] | None, image: str) -> str:
     about, rows = document["about"], document["rows"]
     best = [f"`{r['label']}`" for r in rows if is_near_best(r) and r["label"] != about["best"]]
     head = (
-        f"Measured by `make compare` on {about['date']} in {about['minutes']} minutes of each "
-        f"processor, with {about['model']}, {about['train_rows']:,} training reviews, "
+        f"Measured by `make compare` on {about['date']} ({about['minutes']} minutes per "
+        f"core) with {about['model']}, {about['train_rows']:,} training reviews, "
         f"{about['test_rows']:,} test reviews of {about['movies']} movies, torch {about['torch']}, "
         f"transformers {about['transformers']}, {about['machine']}."
     )

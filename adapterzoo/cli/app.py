@@ -240,8 +240,8 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
-@click.option("--method", help="Config string of the adapter, see `adapterzoo methods`.  "
-              "[default: that of add_adapter]")  # fmt: skip
+@click.option("--method", default="lora",
+              help="Config string of the adapter, see `adapterzoo methods`.")  # fmt: skip
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),

@@ -17,7 +17,6 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.config import AdapterConfig
 from adapterzoo.multi.trainer import MultiAdapterTrainer, RunPrinter
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
@@ -42,7 +41,7 @@ class Job:
         tested: test data, or None.
         classes: names of the classes in the order of their ids.
         output: folder for the adapter; None: do not save it.
-        method: config string; None: the default.
+        method: config string.
         epochs: passes over the training data.
         lr: initial learning rate.
         batch_size: examples per step.
@@ -55,7 +54,7 @@ class Job:
     tested: list[Row] | None
     classes: list[str]
     output: Path | None
-    method: str | None
+    method: str
     epochs: float
     lr: float
     batch_size: int
@@ -173,7 +172,7 @@ def train(
     for number, job in enumerate(jobs):
         if number:
             set_seed(job.seed)
-        adapted.add_adapter(job.name, config=job.method or str(AdapterConfig.default))
+        adapted.add_adapter(job.name, config=job.method)
         kind.add_head(adapted, job.name, job.classes, job.rows, job.head)
     adapted.to(device or _default_device())
     wanted = max_length or kind.length
@@ -228,7 +227,7 @@ def train(
             metrics: dict[str, Any] = {
                 "name": job.name,
                 "task": task,
-                "method": job.method or str(AdapterConfig.default),
+                "method": job.method,
                 "labels": job.classes,
                 "train_rows": len(job.rows),
                 "trained_parameters": sum(p.numel() for p in run.parameters.values()),
