@@ -542,7 +542,10 @@ def _adapter_in(path: object, options: Mapping[str, Any]) -> Any:
 
 def _is_adapted(config: object) -> bool:
     """Return whether a config is of a model that was saved with adapters of this library."""
-    entry = config.get("adapters") if isinstance(config, Mapping) else vars(config).get("adapters")
+    if isinstance(config, Mapping):
+        entry = config.get("adapters")
+    else:
+        entry = getattr(config, "adapters", None)
     return isinstance(entry, Mapping) and "format" in entry
 
 
@@ -610,15 +613,17 @@ def transformers_loads_adapters(given: Any) -> Any:
         if path is None or hasattr(cls, "adapters_config"):
             return load(cls, path, *args, **options)
         config, found = options.get("config"), None
-        hub = {key: options[key] for key in _HUB if key in options}
-        try:
-            if config is None:
+        if config is None:
+            hub = {key: options[key] for key in _HUB if key in options}
+            # there is none in the folder of an adapter, or of a GGUF file
+            with contextlib.suppress(OSError):
                 config, _ = cls.config_class.get_config_dict(path, **hub)
-            if not _is_adapted(config):
+        if not _is_adapted(config):
+            try:
                 return load(cls, path, *args, **options)
-        except OSError:
-            if (found := _adapter_in(path, options)) is None:
-                raise
+            except OSError:
+                if (found := _adapter_in(path, options)) is None:
+                    raise
         load_model = functools.partial(_above("model.hf.factory").load_model, model_class=cls)
         if found is None:
             return load_model(path, **options)

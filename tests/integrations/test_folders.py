@@ -147,3 +147,14 @@ def test_the_code_of_a_card_runs(folders, format):
         pieces.append("\n".join([check, blocks[2], "check(model)"]))
     for status, output in fresh.run(pieces, folders / "cards" / format, HF_HUB_OFFLINE="1"):
         assert status == 0, output
+
+
+def test_other_ways_to_call_from_pretrained_are_those_of_transformers(folders):
+    base = str(folders / "base")
+    want = transformers.BertModel.from_pretrained(base).state_dict()
+    given = [base, Path(base), transformers.AutoConfig.from_pretrained(base)]
+    for config in given:
+        found = transformers.BertModel.from_pretrained(base, config=config).state_dict()
+        assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
+    with pytest.raises(OSError, match="nowhere"):
+        transformers.BertModel.from_pretrained(str(folders / "nowhere"))
