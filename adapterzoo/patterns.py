@@ -131,9 +131,7 @@ class Saved(Modules):
 class TokenIds(Check):
     """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
 
-    legal = (
-        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
-    )
+    legal = "a list of different token ids from 0, or a dict from names of embeddings to such lists"
 
     def convert(self, value: object) -> object:
         """Return sorted tuples."""

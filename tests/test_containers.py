@@ -104,7 +104,7 @@ def test_the_last_of_two_containers_restores_the_layer(order):
 
 def test_a_name_is_taken_in_all_containers():
     plain, selection = both()
-    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
+    with pytest.raises(DuplicateNameError, match="'at' already has an adapter 'a'"):
         inject.put(plain, "a", Scales(1.0), selection, "at")
     assert list(adapters_of(plain)) == ["a", "b"]
 

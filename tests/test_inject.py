@@ -142,13 +142,13 @@ def test_any_name_is_a_name_and_none_meets_another():
 def test_a_taken_name_is_refused_and_the_first_adapter_stays():
     plain, first = layer(), Times(2.0)
     inject.put(plain, "a", first, active("a"), "at")
-    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
+    with pytest.raises(DuplicateNameError, match="'at' already has an adapter 'a'"):
         inject.put(plain, "a", Times(3.0), ActiveState(Default()), "at")
     assert plain.adapters["a"] is first
     # the layer does not learn which parameters the refused one wanted to change
     kind = type(plain)
     parts = ExpertAdapters({"weight": FusedAdapters([])})
-    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
+    with pytest.raises(DuplicateNameError, match="'at' already has an adapter 'a'"):
         inject.put(plain, "a", parts, ActiveState(Default()), "at")
     assert type(plain) is kind
 

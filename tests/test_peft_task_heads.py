@@ -143,7 +143,7 @@ UNSAVABLE = {
         lambda: built("BertForMaskedLM"),
         peft.PromptTuningConfig(num_virtual_tokens=3),
         adapterzoo.PromptTuningConfig(prompt_length=3),
-        "not in a BertForMaskedLM",
+        "not for a BertForMaskedLM",
     ),
     "boft": (
         lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),

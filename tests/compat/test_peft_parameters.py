@@ -394,7 +394,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer in two ways": (
         {"target_parameters": ["q_proj.weight"], "target_modules": ["q_proj"]},
         SiteError,
-        r"layers.0.self_attn.q_proj' too",
+        r"also has 'layers.0.self_attn.q_proj'",
     ),
     "dropout": ({"target_parameters": BOTH, "lora_dropout": 0.1}, ConfigError, "dropout=0.0"),
     "a bias of B": ({"target_parameters": BOTH, "lora_bias": True}, ConfigError, "lora_bias=False"),

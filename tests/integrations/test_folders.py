@@ -116,6 +116,7 @@ def folders(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_entry_gives_the_adapter_or_says_what_to_write(folders, kind, format):

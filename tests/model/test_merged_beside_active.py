@@ -84,11 +84,14 @@ def test_what_a_setup_shows_does_not_become_the_default():
     assert not any(p.requires_grad for p in model.heads["two"].parameters())
 
 
-def test_init_refuses_a_model_whose_adapters_were_left_in_the_file(tmp_path):
-    bert(a="lora").save_pretrained(tmp_path)
-    plain = BertModel.from_pretrained(tmp_path)
-    with pytest.raises(StateError, match=r"load_model\(path, BertModel\)"):
-        init(plain)
+def test_a_saved_model_has_its_adapters_in_the_class_of_transformers(tmp_path):
+    saved = bert(a="lora")
+    saved.set_active_adapters("a")
+    saved.save_pretrained(tmp_path)
+    found = BertModel.from_pretrained(tmp_path).eval()
+    found.set_active_adapters("a")
+    assert [*found.adapters_config] == ["a"]
+    torch.testing.assert_close(run(found), run(saved), rtol=0, atol=0)
 
 
 def test_a_resized_vocabulary_has_the_new_size():

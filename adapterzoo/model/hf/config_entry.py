@@ -18,7 +18,7 @@ from torch import nn
 from adapterzoo import hosts
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, in_python, listing
 from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
@@ -123,7 +123,8 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     ):
         raise CheckpointError(
             f"from_pretrained: the model was saved with the heads {listing(known)}, which a "
-            f"{type(model).__name__} does not have. Write AutoAdapterModel.from_pretrained(…)."
+            f"{type(model).__name__} does not have. Write "
+            f"{in_python('AutoAdapterModel.from_pretrained(…)', '--model with its base model')}."
         )
     try:
         _restore(model, document)
