@@ -47,7 +47,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]
     return found
 
 
-@pytest.mark.sweep(whole=True)
+@pytest.mark.sweep
 class TestProject:
     """A user's project under `mypy --strict`."""
 
