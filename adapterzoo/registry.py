@@ -8,6 +8,9 @@ from typing import Generic, TypeVar
 
 from .errors import DuplicateNameError, UnknownNameError, in_python, unknown_name
 
+RECOMMENDED = "lora"
+"""The config string for those who name no method, as `docs/choosing.md` explains."""
+
 T = TypeVar("T")
 
 

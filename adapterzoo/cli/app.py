@@ -22,6 +22,7 @@ import click
 
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
+from adapterzoo.registry import RECOMMENDED
 
 from . import glance
 from .methods import check_method
@@ -240,7 +241,7 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
-@click.option("--method", default="lora",
+@click.option("--method", default=RECOMMENDED,
               help="Config string of the adapter, see `adapterzoo methods`.")  # fmt: skip
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
