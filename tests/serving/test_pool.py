@@ -352,13 +352,11 @@ def test_batches_wait_in_the_order_in_which_they_came(tmp_path):
             for number in range(1, 6):
                 threads.append(threading.Thread(target=one, args=(f"a{number}",)))
                 threads[-1].start()
-                while pool.metrics()["waiting"] < number:
-                    time.sleep(0.001)
+                until(lambda number=number: pool.metrics()["waiting"] >= number)
             # it is in a slot, and waits for its turn all the same
             threads.append(threading.Thread(target=one, args=("a0",)))
             threads[-1].start()
-            while pool.metrics()["waiting"] < 6:
-                time.sleep(0.001)
+            until(lambda: pool.metrics()["waiting"] >= 6)
         for thread in threads:
             thread.join()
         assert order == ["a1", "a2", "a3", "a4", "a5", "a0"]
