@@ -24,7 +24,7 @@ def check_method(method: str | None) -> None:
     """Check the names in a config string, before anything is imported.
 
     Args:
-        method: the string; None: the default.
+        method: the string; None: nothing to check.
 
     Raises:
         UnknownNameError: a name is not known.
