@@ -1,11 +1,13 @@
 """Runs pieces of code, each in a process of its own that has imported nothing of adapterzoo yet.
 
 A process that imports torch and transformers takes seconds, so one does, and forks for each piece.
-Reads a list of pieces as JSON; writes a list of [exit status, what was printed].
+Reads lines of JSON, [piece, folder]; writes a line of [exit status, output, errors] for each.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -15,6 +17,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 # what adapterzoo imports of other packages
 OTHERS = (
     "click", "torch", "huggingface_hub", "transformers.modeling_utils", "transformers.pipelines",
@@ -25,26 +28,58 @@ OTHERS = (
 
 def run(pieces: list[str], folder: Path, **environment: str) -> list[tuple[int, str]]:
     """The exit status and the output of each piece, run in the folder one after the other."""
-    done = subprocess.run(
+    found = [_reply(piece, folder, environment) for piece in pieces]
+    return [(status, errors + printed) for status, printed, errors in found]
+
+
+def command(*words: object, folder: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """What `adapterzoo WORDS` prints, run in the folder; it must end with the code."""
+    line = ["adapterzoo", *map(str, words)]
+    piece = (
+        f"import runpy, sys; sys.argv = {line}; runpy.run_module('adapterzoo', None, '__main__')"
+    )
+    done = subprocess.CompletedProcess(line, *_reply(piece, folder, {}))
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def _reply(piece: str, folder: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+    process = _started(tuple(sorted(environment.items())))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([piece, str(folder)]) + "\n")
+    process.stdin.flush()
+    status, printed, errors = json.loads(process.stdout.readline())
+    return status, printed, errors
+
+
+@functools.cache
+def _started(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """The process that imports, of all pieces with this environment."""
+    process = subprocess.Popen(
         [sys.executable, __file__],
-        input=json.dumps(pieces),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=folder,
-        env={**os.environ, **environment},
-        check=True,
+        env={**os.environ, **dict(environment)},
     )
-    return [(status, output) for status, output in json.loads(done.stdout)]
+    atexit.register(process.kill)
+    return process
 
 
-def forked(piece: str) -> tuple[int, str]:
-    """The exit status and the output of one piece."""
-    with tempfile.TemporaryFile("w+") as file:
+def forked(piece: str, folder: str) -> tuple[int, str, str]:
+    """The exit status of one piece, run in the folder, what it printed, and its errors."""
+    with (
+        tempfile.TemporaryFile("w+") as printed,
+        tempfile.TemporaryFile("w+") as errors,
+        Path(os.devnull).open() as nothing,
+    ):
         if (child := os.fork()) == 0:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+            for number, file in enumerate((nothing, printed, errors)):
+                os.dup2(file.fileno(), number)
             status = 1
             try:
+                os.chdir(folder)
                 exec(compile(piece, "<piece>", "exec"), {"__name__": "__main__"})
                 status = 0
             except SystemExit as left:
@@ -56,18 +91,21 @@ def forked(piece: str) -> tuple[int, str]:
                 sys.stderr.flush()
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        file.seek(0)
-        return status, file.read()
+        for file in (printed, errors):
+            file.seek(0)
+        return status, printed.read(), errors.read()
 
 
 def main() -> None:
-    """Read the pieces, run them and write what came of them."""
+    """Run each piece that is read, and write what came of it."""
     for name in OTHERS:
         importlib.import_module(name)
     found = [name for name in sys.modules if name.partition(".")[0] == "adapterzoo"]
     if found:
         raise SystemExit(f"not fresh: {found}")
-    sys.stdout.write(json.dumps([forked(piece) for piece in json.load(sys.stdin)]))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(forked(*json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import transformers
@@ -64,14 +63,7 @@ def here(llama, folder):
 
 
 def test_an_export_is_proven_in_a_fresh_process(llama, adapters, tmp_path):
-    def call(*given):
-        return subprocess.run(
-            [sys.executable, "-m", "adapterzoo", *map(str, given)], capture_output=True, text=True,
-            timeout=600, check=False,
-        )  # fmt: skip
-
-    made = call("export", adapters["lora"], tmp_path / "served", "--serve", "any")
-    assert made.returncode == 0, made.stderr
+    made = fresh.command("export", adapters["lora"], tmp_path / "served", "--serve", "any")
     first, *commands = made.stdout.splitlines()
     assert first == "lora for any server, exactly, of rank 8"
     assert [line.split()[0] for line in commands] == [
@@ -79,12 +71,10 @@ def test_an_export_is_proven_in_a_fresh_process(llama, adapters, tmp_path):
     ]  # fmt: skip
     assert f"lora={tmp_path / 'served'}" in commands[0]
     given = ("--model", llama, "--adapter", adapters["lora"])
-    proven = call("verify", tmp_path / "served", "--for", "sglang", *given)
-    assert proven.returncode == 0, proven.stderr
+    proven = fresh.command("verify", tmp_path / "served", "--for", "sglang", *given)
     assert proven.stdout.endswith("computes what the adapter computes here\n")
     change(tmp_path / "served", lora_alpha=9)
-    wrong = call("verify", tmp_path / "served", "--for", "sglang", *given)
-    assert wrong.returncode == 1
+    wrong = fresh.command("verify", tmp_path / "served", "--for", "sglang", *given, code=1)
     assert "q_proj.weight: its change differs by 0.12 of the norm" in wrong.stdout
     assert wrong.stdout.endswith("SGLang 0.5.23: is NOT equal\n")
 

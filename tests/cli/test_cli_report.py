@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
+import fresh
 import pytest
 
-import adapterzoo
 from adapterzoo import AutoAdapterModel
-
-ROOT = Path(adapterzoo.__file__).parents[1]
-
-
-def started(*arguments, code=0):
-    command = [sys.executable, "-m", "adapterzoo", "report", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == code, done.stderr
-    return done
 
 
 def test_the_table_is_that_of_the_library(trained, base):
     model = AutoAdapterModel.from_pretrained(base)
     name = model.load_adapter(trained["folder"])
     report = model.adapter_report(name)
-    said = started(base, trained["folder"])
+    said = fresh.command("report", base, trained["folder"])
     assert said.stdout == f"{report}\n"
     assert "encoder.layer.0" in said.stdout
     assert "head 'reviews'" in said.stdout
@@ -35,7 +23,7 @@ def test_the_table_is_that_of_the_library(trained, base):
 def test_json_and_a_picture(trained, base, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "report.svg"
-    said = started(base, trained["folder"], "--json", "--plot", picture)
+    said = fresh.command("report", base, trained["folder"], "--json", "--plot", picture)
     found = json.loads(said.stdout)
     assert found["adapter"] == "reviews"
     sites = {site["path"]: site["relative"] for site in found["sites"]}
@@ -46,7 +34,7 @@ def test_json_and_a_picture(trained, base, tmp_path):
 
 
 def test_a_folder_without_an_adapter_is_refused(base, tmp_path):
-    said = started(base, tmp_path, code=1)
+    said = fresh.command("report", base, tmp_path, code=1)
     assert "holds no adapter" in said.stderr
     assert said.stdout == ""
 
