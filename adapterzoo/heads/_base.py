@@ -497,7 +497,12 @@ def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
 
         @functools.wraps(declared)
         def add(*args: object, **kwargs: object) -> None:
-            given = signature.bind(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                legal = listing([*signature.parameters][1:], limit=40, show=str)
+                call = f"{declared.__name__}()"
+                raise TypeError(f"{call} {error}. Its arguments: {legal}.") from None
             given.apply_defaults()
             fields = dict(given.arguments)
             model, name, overwrite_ok = map(fields.pop, ("self", "head_name", "overwrite_ok"))
