@@ -581,7 +581,13 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         own = cls._kind()
         if own is None and cls.kinds is not None:
             found: Any = cls.kinds.find(given or cls.default_kind)
-            made: Self = found._from_fields(fields)
+            try:
+                made: Self = found._from_fields(fields)
+            except FieldError as error:
+                if given is None:
+                    hint = f"For another method, add {cls.kind_field!r} to the dict."
+                    error.args = (f"{error} {hint}",)
+                raise
             return made
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
@@ -681,8 +687,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
-                f"{name!r} without them."
+                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
+                f"values as in Python: 8, True or 'text' in quotes. Write {name!r} without them."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 

@@ -155,7 +155,8 @@ def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) ->
         known: all the names that exist.
     """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1)
+    folded = {each.casefold(): each for each in names}
+    near = [folded[each] for each in get_close_matches(str(name).casefold(), folded, n=1)]
     kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
     hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""

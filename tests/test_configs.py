@@ -26,7 +26,7 @@ from adapterzoo import (
     SeqBnConfig,
 )
 from adapterzoo.config import MAX_WIDTH, architectures
-from adapterzoo.errors import ConfigError, DuplicateNameError, UnknownNameError
+from adapterzoo.errors import ConfigError, DuplicateNameError, FieldError, UnknownNameError
 from adapterzoo.heads import TaggingConfig
 from adapterzoo.registry import Registry
 
@@ -196,6 +196,7 @@ def test_every_class_is_checked_by_the_table_of_its_fields():
         ("lora[r=" + "-" * 100_000 + "1]", "field=value"),
         ("lora[r=8\0]", "field=value"),
         ("lora[r=x]", "field=value"),
+        ("lora[init_weights=pissa]", "'text' in quotes"),
         ("lora[" + "(" * 5000 + "]", "field=value"),
         ("lora[rank=8]", "Its fields: "),
         ("lora[**{'rank': 8}]", "Its fields: "),
@@ -207,6 +208,11 @@ def test_a_wrong_string_is_refused(text, hint):
     with pytest.raises(ConfigError) as caught:
         AdapterConfig.load(text)
     assert hint in str(caught.value)
+
+
+def test_a_dict_without_its_kind_says_that_it_may_have_one():
+    with pytest.raises(FieldError, match="For another method, add 'architecture' to the dict"):
+        AdapterConfig.load({"r": 8})
 
 
 def test_a_string_runs_no_code(tmp_path):

@@ -109,6 +109,10 @@ def test_an_unknown_name_is_met_with_the_nearest():
     )
 
 
+def test_a_name_in_other_case_is_near():
+    assert "Did you mean 'lora'?" in str(unknown_name("f()", "method", "LoRA", ["lora", "seq_bn"]))
+
+
 def test_an_unknown_name_is_met_with_all_names_sorted_and_cut():
     error = unknown_name("f()", "head", "zzz", (f"h{i:02}" for i in reversed(range(24))))
     names = ", ".join(f"'h{i:02}'" for i in range(10))

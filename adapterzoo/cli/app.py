@@ -279,9 +279,9 @@ def train_command(
     """Train adapters, with heads if the task needs them; the base model does not change.
 
     Data are .csv, .tsv, .jsonl or .json files, a folder that datasets has saved, or a folder with a
-    subfolder of images for each label. The columns of each task are in the documentation; --column
-    names others. With --eval, the metrics on the test data are printed. Several adapters are
-    trained in one run.
+    subfolder of images for each label. Text classification reads the columns text and label; those
+    of the other tasks are in the documentation, and --column names others. With --eval, the metrics
+    on the test data are printed. Several adapters are trained in one run.
 
     Ctrl-C keeps a checkpoint and ends with 130; the same command with --resume continues.
     """

@@ -91,9 +91,15 @@ class Table:
             asked = column or names[0]
             shown = listing(map(str, there)) if there else f"a {type(row).__name__}"
             near = get_close_matches(asked, [str(each) for each in there if each != asked], 1)
+            is_table = self.path.suffix in (".csv", ".tsv")
+            place = (
+                "that name in the first line" if is_table and asked not in there else "one there"
+            )
             hint = f"Did you mean --column {name}={near[0]}?" if near and column is None else (
-                f"Write one there, or --column {name}=NAME."
+                f"Write {place}, or --column {name}=NAME."
             )  # fmt: skip
+            if self.path.suffix == ".csv" and len(there) == 1 and ";" in next(iter(there)):
+                hint = "Write ',' between the columns, not ';'."
             raise ConfigError(
                 f"line {number} of {str(self.path)!r} has {problem} in the column {asked!r} "
                 f"({shown}). {hint}"

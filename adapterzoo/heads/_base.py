@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config import Config, Maybe, Range, Share, config_class, field
 from adapterzoo.contracts import Head
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError, FieldError, listing
 from adapterzoo.registry import Registry
 
 from ._backbone import Backbone, Pooling
@@ -497,7 +497,12 @@ def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
 
         @functools.wraps(declared)
         def add(*args: object, **kwargs: object) -> None:
-            given = signature.bind(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                legal = listing([*signature.parameters][1:], limit=40, show=str)
+                call = f"{declared.__name__}()"
+                raise FieldError(f"{call} {error}. Its arguments: {legal}.") from None
             given.apply_defaults()
             fields = dict(given.arguments)
             model, name, overwrite_ok = map(fields.pop, ("self", "head_name", "overwrite_ok"))

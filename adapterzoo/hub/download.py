@@ -70,11 +70,14 @@ def resolve(
         return ref
     try:
         return _adapter(ref, options)
-    except HubError:
+    except HubError as error:
         # a name such as "sentiment/sst-2" can be either
         if source is None and not ref.subfolder and is_public_name(model_name):
             with contextlib.suppress(HubError):
                 return _adapter(RepoRef(repository_of(name, model_name, config)), options)
+        if source is None:
+            reason = f"The Hub has none either, or cannot be asked: {error}"
+            error.args = (f"there is no folder {name!r}. {reason}",)
         raise
 
 

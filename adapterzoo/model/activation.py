@@ -290,6 +290,11 @@ def check_layers(
     if layers is None:
         return ()
     numbers = tuple(layers)
+    if isinstance(layers, str) and argument == "skip_layers":
+        raise ConfigError(
+            f"skip_layers={layers!r} is not a list of blocks. Write skip_layers=[0, 1], or "
+            f"Stack('…', {layers!r}) to activate several adapters."
+        )
     if not all(type(n) is int and 0 <= n < blocks for n in numbers):
         raise ConfigError(
             f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write {argument}=[0, 1]."

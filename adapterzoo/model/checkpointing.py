@@ -21,9 +21,11 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    FieldError,
     SiteError,
     StateError,
     argument,
+    listing,
     unknown_name,
 )
 from adapterzoo.formats import fit
@@ -196,6 +198,11 @@ def found(
     # os.access first: unlike Path.is_dir, it does not raise if a name is too long
     if source is None and not options and os.access(path, os.F_OK) and Path(path).is_dir():
         return Path(path), None
+    if unknown := sorted(options.keys() - {*hub.OPTIONS}):
+        hint = (
+            "load_as='another_name'" if "name" in unknown[0] else f"one of {listing(hub.OPTIONS)}"
+        )
+        raise FieldError(f"there is no argument {listing(unknown)}. Write {hint}, or leave it out.")
     folder = hub.resolve(
         path, revision, source, model_name=asked.model_name or name_of(model), config=asked.config,
         **options,
@@ -229,7 +236,13 @@ def fitting(
         model, name, bool(asked.overwrite_ok), argument("load_as", "another_name", "load_adapter")
     )
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
-    record = filled(model, stored, left_out, asked.dtype)
+    try:
+        record = filled(model, stored, left_out, asked.dtype)
+    except CheckpointError as error:
+        base_name = stored.metadata.get("model_name")
+        if base_name and base_name != name_of(model):
+            error.args = (f"{error}\nIt was trained on {base_name!r}. Load it into that model.",)
+        raise
     enter_head, lost = None, ""
     if with_head:
         record_of_head = store.head_in(stored)

@@ -268,9 +268,10 @@ class LoadOptions:
         taken = [kind for kind, names in there.items() if name in names]
         if self.overwrite_ok is not None or not taken:
             return self, lambda: None
+        has, one = ("has", "the one that was") if len(taken) == 1 else ("have", "those that were")
         text = (
-            f"the {' and the '.join(taken)} {name!r} of the model has been replaced by the one "
-            f"that was loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
+            f"the {' and the '.join(taken)} {name!r} of the model {has} been replaced by {one} "
+            f"loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
         )
         asked = dataclasses.replace(self, overwrite_ok=True)
         return asked, lambda: warnings.warn(text, UserWarning, stacklevel=2)

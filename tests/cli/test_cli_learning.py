@@ -192,6 +192,8 @@ CASES = {
         "label\nfresh\n",
         "line 2 of 'rows.csv' has nothing in the column 'text' ('label')",
     ),
+    "no names": ("fine,a\ndull,b\n", "Write that name in the first line, or --column text=NAME."),
+    "semicolons": ("text;label\nfine;a\n", "Write ',' between the columns, not ';'."),
     "an empty text": ("text,label\nfine,a\n ,b\n", "line 3 of 'rows.csv' has no text"),
     "a long row": (
         "text,label\nfine,a\ndull, really,b\n",

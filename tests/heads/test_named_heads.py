@@ -18,6 +18,7 @@ from adapterzoo.errors import (
     CompositionError,
     ConfigError,
     DuplicateNameError,
+    FieldError,
     StateError,
     UnknownNameError,
 )
@@ -356,6 +357,8 @@ FAILURES = {
               "num_labels=0", "Write num_labels=1"),
     "overwritten by a wrong one": (lambda m: m.add_tagging_head("a", layers=0, overwrite_ok=True),
                                    ConfigError, "layers=0", "Write layers=1"),
+    "unknown argument": (lambda m: m.add_tagging_head("b", labels=3), FieldError,
+                         "add_tagging_head() got an unexpected", "head_name, num_labels"),
     "no decoder": (lambda m: m.add_seq2seq_lm_head("b"), ConfigError,
                    "add_seq2seq_lm_head", "add_causal_lm_head"),
     "unknown type": (lambda m: m.add_prediction_head_from_config("b", {"head_type": "taging"}),

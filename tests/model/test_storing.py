@@ -22,6 +22,7 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    FieldError,
     StateError,
     UnknownNameError,
 )
@@ -314,6 +315,18 @@ def test_what_is_no_checkpoint_is_refused(model, tmp_path):
 
 
 # --- options of loading ---
+
+
+def test_an_unknown_argument_is_named(model, saved):
+    with refused(model, FieldError, "no argument 'name'", "Write load_as='another_name'"):
+        model.load_adapter(saved, name="b")
+    with refused(model, FieldError, "no argument 'cachedir'", "Write one of 'cache_dir'"):
+        model.load_adapter(saved, cachedir="b")
+
+
+def test_blocks_given_as_a_name_are_met_with_a_stack(model):
+    with refused(model, ConfigError, "skip_layers='b'", "Stack('…', 'b')"):
+        model.set_active_adapters("a", "b")
 
 
 def test_a_taken_name_is_refused_unless_it_may_be_replaced(model, saved):
