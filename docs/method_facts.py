@@ -1,8 +1,8 @@
 """The tables of the pages in methods/: what the code answers.
 
-    python docs/method_facts.py     writes them anew, in three minutes
+    python docs/method_facts.py     writes them anew, in half a minute
 
-A page has a comment with config strings before each table, and one with the word end behind it:
+A page has a comment with config strings before each table, and one that says `end` after it:
 
     <!-- options: lora -->      the fields of the config, with their defaults and meanings
     <!-- cost: lora -->         parameters in BERT base, and what `make compare` has measured
