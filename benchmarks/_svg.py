@@ -22,7 +22,13 @@ _DARK = """\
 """
 
 
-def opening(title: str, width: int, height: int, colors: Mapping[str, tuple[str, str]]) -> str:
+def opening(
+    title: str,
+    width: int,
+    height: int,
+    colors: Mapping[str, tuple[str, str]],
+    rules: tuple[str, str] = ("", ""),
+) -> str:
     """Return the start of a file, up to the page.
 
     Args:
@@ -30,18 +36,21 @@ def opening(title: str, width: int, height: int, colors: Mapping[str, tuple[str,
         width: of the image.
         height: of the image.
         colors: class → its color on light and on dark pages; `-s` is appended for strokes.
+        rules: more CSS, for all pages and for dark ones.
     """
 
-    def rules(dark: bool) -> str:
-        return " ".join(
+    def style(dark: bool) -> str:
+        painted = " ".join(
             f".{name} {{ fill: {color[dark]} }} .{name}-s {{ stroke: {color[dark]} }}"
             for name, color in colors.items()
         )
+        return f"{(_STYLE, _DARK)[dark]}{painted}\n{rules[dark]}"
 
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
-        f"<title>{title}</title>\n<style>\n{_STYLE}{rules(False)}\n"
-        f"@media (prefers-color-scheme: dark) {{\n{_DARK}{rules(True)}\n}}\n</style>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img">\n'
+        f"<title>{title}</title>\n<style>\n{style(False)}"
+        f"@media (prefers-color-scheme: dark) {{\n{style(True)}}}\n</style>\n"
         f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
     )
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
-from sphinx.util.docutils import SphinxDirective
 
 import adapterzoo
-
-sys.path.insert(0, str(Path(__file__).parent))
-try:
-    from method_facts import DIRECTIVES
-finally:
-    sys.path.pop(0)
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,23 +115,8 @@ def block_math(translator: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-class Asked(SphinxDirective):
-    """A table that the code itself answers with, see `method_facts`."""
-
-    required_arguments = 1
-    final_argument_whitespace = True
-    has_content = True
-
-    def run(self) -> list[nodes.Node]:
-        """Return the table."""
-        names, patterns = self.arguments[0].split(), " ".join(self.content).split()
-        return self.parse_text_to_nodes(DIRECTIVES[self.name](names, patterns))
-
-
 def setup(app: Any) -> dict[str, bool]:
     """Enter the above."""
-    for name in DIRECTIVES:
-        app.add_directive(name, Asked)
     # before napoleon reads the sections
     app.connect("autodoc-process-docstring", fences, priority=400)
     app.connect("autodoc-process-signature", factories)

@@ -1,10 +1,14 @@
-"""What the pages in methods/ say of the code: asked when the site is built, so it cannot be stale.
+"""The tables of the pages in methods/: what the code answers.
 
-A page writes a directive with config strings, and `conf.py` puts the table in its place:
+    python docs/method_facts.py     writes them anew, in half a minute
 
-    ```{options} lora      the fields of the config, with their defaults and meanings
-    ```{cost} lora         parameters in BERT base, and what `make compare` has measured
-    ```{works-with} lora   what a tiny model does with it: merging, mixed batches, files, …
+A page has a comment with config strings before each table, and one that says `end` after it:
+
+    <!-- options: lora -->      the fields of the config, with their defaults and meanings
+    <!-- cost: lora -->         parameters in BERT base, and what `make compare` has measured
+    <!-- works-with: lora -->   what a tiny model does with it: merging, mixed batches, files, …
+
+`tests/test_method_pages.py` compares them.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ from adapterzoo.serving import AdapterPool
 ROOT = Path(__file__).parents[1]
 METHODS = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "compare.json"
-DIRECTIVE = re.compile(r"^```\{(options|cost|works-with)\} (.+)$", re.MULTILINE)
+# kind, config strings, patterns of fields on further lines of the comment, and the table
+TABLE = re.compile(
+    r"^<!-- (options|cost|works-with): (.+?)(?:\n(.*?))? -->\n\n(.*?)\n\n<!-- end -->$",
+    re.MULTILINE | re.DOTALL,
+)
 WIDTH = 64
 # fields that choose what a peer computes instead
 CONVENTIONS = ("convention", "joins", "positions", "flat")
@@ -93,7 +101,7 @@ def pages() -> dict[str, Path]:
         name: path
         for path in sorted(METHODS.glob("*.md"))
         if path.name != "index.md"
-        for kind, given in DIRECTIVE.findall(path.read_text(encoding="utf-8"))
+        for kind, given, _, _ in TABLE.findall(path.read_text(encoding="utf-8"))
         if kind == "options"
         for name in given.split()
     }
@@ -156,7 +164,7 @@ def options(given: Sequence[str], patterns: Sequence[str] = ()) -> str:
         lines.append(f"| `{name}` | {'; '.join([usual, *other])} | {_cell(said[name])} |")
     if places := [f"`{n}`" for n in defaults(type(first)) if n in PLACES and n not in shown]:
         lines.append(
-            f"\nThe others choose [what is adapted](index.md#fields-that-choose-the-layers): "
+            f"\nThe other options choose [the layers](index.md#fields-that-choose-the-layers): "
             f"{', '.join(places)}."
         )
     return "\n".join(lines)
@@ -205,8 +213,9 @@ def bert_base() -> Any:
 def parameters(name: str) -> int:
     """Return how many parameters a method trains in BERT base, by default."""
     model = bert_base()
-    model.add_adapter("a", config_of(name), overwrite_ok=True)
+    model.add_adapter("a", config_of(name))
     (found,) = (r for r in model.adapter_summary(as_dict=True) if r["name"] == "a")
+    model.delete_adapter("a")
     return int(found["#param"])
 
 
@@ -231,9 +240,9 @@ def cost(given: Sequence[str], patterns: Sequence[str] = ()) -> str:
         memory = f"{row['memory'] / 1e6:,.0f} MB" if "memory" in row else "–"
         lines.append(f"| `{name}` | {count:,} | {100 * count / whole:.2g} % | {step} | {memory} |")
     lines.append(
-        "\nOptions are the defaults. Step and memory: those of [the comparison]"
-        "(../choosing.md#how-to-read-it) on a small encoder, where full fine-tuning takes a step "
-        f"of 1.00 and {rows['full fine-tuning']['memory'] / 1e6:,.0f} MB."
+        "\nAll options have their defaults. Steps and memory are those of [the comparison]"
+        "(../choosing.md#how-to-read-it) on a small encoder; full fine-tuning takes 1.00 and "
+        f"{rows['full fine-tuning']['memory'] / 1e6:,.0f} MB."
     )
     return "\n".join(lines)
 
@@ -304,13 +313,13 @@ def file_of(name: str, form: str) -> str:
     return "no"
 
 
-def _others(config: Any, field: str) -> set[Any]:
-    """Return the other legal values of a field that chooses a convention."""
+def _others(config: Any, field: str) -> list[Any]:
+    """Return the other legal values of a field that chooses a convention, in a fixed order."""
     classes = [type(member) for member in config.members if field in defaults(type(member))]
     own = [checks(cls)[field] for cls in classes]
     # one that may be None has the choices of the check within
     choices = [getattr(check, "check", check) for check, _ in own]
-    return {v for c in choices for v in c.values} - {default for _, default in own}
+    return sorted({v for c in choices for v in c.values} - {default for _, default in own})
 
 
 def servers(name: str) -> str:
@@ -319,7 +328,7 @@ def servers(name: str) -> str:
     if saves(model, config, format="peft", serve="any"):
         return "exactly"
     if saves(model, config, format="peft", serve="any", energy=1.0):
-        return "as the nearest LoRA (`energy=` or `rank=`), with its error told"
+        return "as the nearest LoRA (`rank=` or `energy=`), with its error"
     return "no"
 
 
@@ -356,16 +365,16 @@ def split_layers() -> dict[str, str]:
 
 
 def at_modules(name: str) -> str:
-    """Return which modules outside of transformers' blocks the method takes."""
+    """Return which layers of any torch module the method takes."""
     config = small(name)
     if "target_modules" not in defaults(type(config)):
-        return "blocks of a transformer only"
+        return "no: needs transformer blocks"
     net = nn.ModuleDict(
         {
-            "linear": nn.Linear(8, 8),
-            "convolution": nn.Conv2d(8, 8, 3),
-            "embedding": nn.Embedding(9, 8),
-            "norm": nn.LayerNorm(8),
+            "linear layers": nn.Linear(8, 8),
+            "convolutions": nn.Conv2d(8, 8, 3),
+            "embeddings": nn.Embedding(9, 8),
+            "norms": nn.LayerNorm(8),
         }
     )
     fits = {"r": 2, "boft_block_size": 4, "oft_block_size": 4}
@@ -377,9 +386,10 @@ def at_modules(name: str) -> str:
             config.replace(target_modules=(kind,), **chosen)
         )
     ]
-    return "layers of any: " + ", ".join(taken)
+    return "yes: " + ", ".join(taken)
 
 
+@functools.cache
 def facts(name: str) -> dict[str, str]:
     """Return what a method does on a tiny model, by what is asked."""
     bert, _ = models()
@@ -397,9 +407,11 @@ def facts(name: str) -> dict[str, str]:
     fused = all(isinstance(module, FusibleAdapter) for module in own)
     reads = reads_weight(bert)
     found = {
-        "[Merging](../merging.md)": "yes: then it costs nothing" if merges(bert) else "no",
+        "[Merging](../merging.md)": "yes, and then it costs nothing" if merges(bert) else "no",
         "[Mixed batches](../composition.md)": (
-            ("yes, in one call" if together else "yes, adapter by adapter") if mixed else "no"
+            ("yes, in one call" if together else "yes, one adapter after another")
+            if mixed
+            else "no"
         ),
         "[`AdapterPool`](../serving.md)": "yes" if pooled else "no",
         "[`average_adapter`](../merging.md)": "yes" if averaged else "no",
@@ -429,12 +441,35 @@ def works_with(given: Sequence[str], patterns: Sequence[str] = ()) -> str:
     for row in next(iter(columns.values())):
         lines.append(f"| {row} | {' | '.join(c[row] for c in columns.values())} |")
     lines.append(
-        "\nFiles of this library (`native`) hold every adapter. Every row was asked of a tiny "
-        "model when this page was built."
+        "\nThe library's own format (`native`) holds every adapter. Each row is what a tiny model "
+        "does; tests compare it."
     )
     return "\n".join(lines)
 
 
-DIRECTIVES: dict[str, Callable[[Sequence[str], Sequence[str]], str]] = {
+# --- the pages ---
+
+
+TABLES: dict[str, Callable[[Sequence[str], Sequence[str]], str]] = {
     "options": options, "cost": cost, "works-with": works_with,
 }  # fmt: skip
+
+
+def table(kind: str, given: str, patterns: str) -> str:
+    """Return a table, with what the comment before it asks for."""
+    return TABLES[kind](given.split(), patterns.split())
+
+
+def _anew(found: re.Match[str]) -> str:
+    kind, given, patterns, old = found.groups("")
+    return found[0].replace(f"\n\n{old}\n\n", f"\n\n{table(kind, given, patterns)}\n\n")
+
+
+def main() -> None:
+    """Write all tables."""
+    for path in sorted(METHODS.glob("*.md")):
+        path.write_text(TABLE.sub(_anew, path.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

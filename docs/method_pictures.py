@@ -8,10 +8,15 @@ One file is readable on light and on dark pages.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-STATIC = Path(__file__).parent / "_static" / "methods"
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from _svg import opening  # noqa: E402
+
+STATIC = ROOT / "docs" / "_static" / "methods"
 WIDTH = 600
 # kind → fill and line on light pages, fill and line on dark pages
 KINDS = {
@@ -20,15 +25,10 @@ KINDS = {
     "own": ("#fadfc8", "#b04a06", "#54300f", "#f2a65a"),
     "plain": ("#ffffff", "#8b949e", "#14171c", "#8b949e"),
 }
+_COLORS = {"flow": ("#4f5661", "#b6bcc6")}
 _STYLE = """\
-text { font-family: Arial, Helvetica, 'Liberation Sans', sans-serif; font-size: 14px }
-.page { fill: #ffffff; stroke: #d9dde2 } .text { fill: #1f2328 } .muted { fill: #5f6771 }
-.small { font-size: 12px } .flow { stroke: #4f5661; fill: none; stroke-width: 1.5 }
-.head { fill: #4f5661 } .random { stroke-dasharray: 4 3 } .m { font-style: italic }
-"""
-_DARK = """\
-.page { fill: #14171c; stroke: #30363f } .text { fill: #e8eaed } .muted { fill: #a0a8b2 }
-.flow { stroke: #b6bcc6 } .head { fill: #b6bcc6 }
+text { font-size: 14px } .small { font-size: 12px } .m { font-style: italic }
+.way { fill: none; stroke-width: 1.5 } .random { stroke-dasharray: 4 3 }
 """
 _SUB = re.compile(r"_\{([^}]*)\}")
 
@@ -54,21 +54,13 @@ class Picture:
         """
         self.height = height
         light, dark = (
-            "\n".join(
-                f".{k} {{ fill: {v[i]}; stroke: {v[i + 1]}; stroke-width: 1.5 }}"
+            "".join(
+                f".{k} {{ fill: {v[i]}; stroke: {v[i + 1]}; stroke-width: 1.5 }}\n"
                 for k, v in KINDS.items()
             )
             for i in (0, 2)
         )
-        size = f'width="{WIDTH}" height="{height}"'
-        right, bottom = WIDTH - 1, height - 1
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}">',
-            f"<title>{title}</title>\n<style>",
-            f"{_STYLE}{light}\n@media (prefers-color-scheme: dark) {{\n{_DARK}{dark}\n}}",
-            "</style>",
-            f'<rect class="page" x="0.5" y="0.5" width="{right}" height="{bottom}" rx="8"/>',
-        ]
+        self.parts = [opening(title, WIDTH, height, _COLORS, (_STYLE + light, dark))]
         names = {
             "frozen": "frozen", "trained": "trained", "own": "trained, of each task",
             "random": "random and frozen", "gate": "gate, trained",
@@ -125,7 +117,7 @@ class Picture:
         dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
         ends = [*points[:-1], (x - 6 * dx, y - 6 * dy) if head else (x, y)]
         path = "L".join(f"{px:g} {py:g}" for px, py in ends)
-        self.parts.append(f'<path class="flow" d="M{path}"/>')
+        self.parts.append(f'<path class="way flow-s" d="M{path}"/>')
         if head:
             a, b = (
                 (x - 8 * dx - 4.5 * dy, y - 8 * dy - 4.5 * dx),
@@ -135,7 +127,7 @@ class Picture:
                 ),
             )
             self.parts.append(
-                f'<path class="head" d="M{x:g} {y:g}L{a[0]:g} {a[1]:g}L{b[0]:g} {b[1]:g}z"/>'
+                f'<path class="flow" d="M{x:g} {y:g}L{a[0]:g} {a[1]:g}L{b[0]:g} {b[1]:g}z"/>'
             )
 
     def node(self, x: float, y: float, symbol: str) -> None:

@@ -65,7 +65,7 @@ class ProjectedConfig(TargetedConfig):
         vera_b: initial value of Λ_b; 0 leaves the model unchanged.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         projection_prng_key: seed of A and B, from 0.
-        init_weights: "vera", as above; "random": Λ_d is normal and Λ_b one, as in PEFT.
+        init_weights: "vera": the two values above; "random": Λ_d is normal and Λ_b one, as in PEFT.
         init_weights_seed: seed of A and B instead of `projection_prng_key`, as in adapters.
         convention: "paper", which is also PEFT's; or "adapterhub": dense matrices, times alpha / r.
         alpha: alpha of the convention "adapterhub".

@@ -58,7 +58,7 @@ class PromptTuningConfig(ConfigWithCopies):
             cut to P.
         prompt_init_text: the text; its tokenizer is found by the model's name.
         combine: "prefix", before the first token; or "prefix_after_bos", after it.
-        joins: "inputs" or "embeddings", see above; None: "inputs" if the model has a table of
+        joins: what E joins, "inputs" or "embeddings"; None: "inputs" if the model has a table of
             tokens, else "embeddings".
         init_weights_seed: makes the initial values reproducible.
         dtype: dtype of E, by name ("float32"); None for that of the model.
