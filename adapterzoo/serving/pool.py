@@ -853,7 +853,7 @@ class AdapterPool:
     # --- requests of continuous batching ---
 
     def claim(self, name: str) -> bytes:
-        """Keep an adapter until `disclaim`, and return its content; see `slots.Pool`."""
+        """Keep an adapter until `disclaim`; return its fingerprint and dtype; see `slots.Pool`."""
         with self._changed:
             member = self._member(name)
             self._refuse_more_than_slots([name])
