@@ -248,12 +248,15 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
     takes = None if is_open else frozenset(parameters)
     is_method = parameters[:1] in (["self"], ["cls"])
     first = parameters[is_method : is_method + 1]
+    # the user writes the name of the class
+    path = function.__qualname__.split(".")
+    written = path[-2] if path[-1] == "__init__" else path[-1]
 
     @functools.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> T:
         def call() -> str:
             given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
-            return f"{function.__name__}({_shortened(given[0]) if given else ''})"
+            return f"{written}({_shortened(given[0]) if given else ''})"
 
         with naming(call, takes=takes):
             return function(*args, **kwargs)

@@ -552,12 +552,15 @@ def _is_adapted(config: object) -> bool:
 def transformers_reads_only_files_of_peft(search: Callable[..., Any]) -> Callable[..., Any]:
     """Let transformers find an `adapter_config.json` only if PEFT can read it.
 
-    It takes each for PEFT's, and fails with a `KeyError`. Tested with transformers 5.24.
+    It takes each for PEFT's, and fails with a `KeyError`. PEFT does not know `name@fingerprint`.
+    Tested with transformers 5.24.
     """
 
     @functools.wraps(search)
-    def patched(*args: Any, **options: Any) -> Any:
-        found = search(*args, **options)
+    def patched(model_id: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(model_id, (str, Path)) and _above("hub").pinned(model_id)[1] is not None:
+            return None
+        found = search(model_id, *args, **options)
         return found if found is not None and _is_of_peft_format(Path(found)) else None
 
     return patched
@@ -670,7 +673,8 @@ def _is_left_to_us(path: str, config: object, options: Mapping[str, Any]) -> boo
 
 
 def _is_of_peft_format(file: Path) -> bool:
-    return "peft_type" in json.loads(file.read_text("utf-8"))
+    # the native format can do without this file
+    return file.is_file() and "peft_type" in json.loads(file.read_text("utf-8"))
 
 
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---

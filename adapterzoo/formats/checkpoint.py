@@ -287,7 +287,11 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 def head_document(folder: Path) -> Mapping[str, Any]:
     """Return what an adapter's folder says about its head; an empty mapping without any."""
-    head = files.read_json(folder / "adapter_config.json").get("head")
+    config, native = folder / "adapter_config.json", folder / "adapter.safetensors"
+    # the native config only repeats what is in the tensor file
+    is_alone = native.is_file() and not config.exists()
+    document = files.read_metadata(native, files.NATIVE) if is_alone else files.read_json(config)
+    head = (document or {}).get("head")
     # AdapterHub's is beside it
     if head is None and (beside := folder / "head_config.json").is_file():
         head = files.read_json(beside)

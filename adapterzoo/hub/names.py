@@ -102,7 +102,8 @@ def pinned(
     match = _PINNED.fullmatch(os.fspath(name))
     if match is None or os.access(name, os.F_OK):
         return name, None
-    return match["name"], match["fingerprint"].lower()
+    own = match["name"]
+    return own if isinstance(name, str) else Path(own), match["fingerprint"].lower()
 
 
 def is_public_name(name: object) -> bool:

@@ -342,21 +342,23 @@ def adapter_card(
         f"model = AutoAdapterModel.from_pretrained({given})"
     )
     if static := head.get(STATIC):
+        # the base model's own config may have another number
+        own_count = f", num_labels={count}" if (count := len(_labels(head))) else ""
         code = (
             "import adapterzoo, transformers\n"
-            f"model = adapterzoo.init(transformers.{static}.from_pretrained({given}))"
+            f"model = adapterzoo.init(transformers.{static}.from_pretrained({given}{own_count}))"
         )
     where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
     load = "load_adapter_setup" if setup else "load_adapter"
     usage = [f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```"]
-    if base and pipeline_tag in _OF_TEXT:
+    if base and (example := _EXAMPLES.get(str(pipeline_tag))):
         usage += [
             "Then use it, for example in a pipeline:",
             (
                 "```python\nfrom transformers import AutoTokenizer, pipeline\n"
                 f"tokenizer = AutoTokenizer.from_pretrained({given})\n"
                 f'run = pipeline("{pipeline_tag}", model=model, tokenizer=tokenizer)\n'
-                'print(run("a text"))\n```'
+                f"print(run({example}))\n```"
             ),
         ]
     if base and peft_type and (task_class := _OF_PEFT.get(str(document.get("task_type")))):
@@ -397,8 +399,13 @@ def adapter_card(
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
-# the tasks whose pipelines take a text
-_OF_TEXT = ("fill-mask", "text-classification", "text-generation", "token-classification")
+# an input for the pipelines that take a text
+_EXAMPLES = {
+    "fill-mask": 'f"a {tokenizer.mask_token} text"',
+    "text-classification": '"a text"',
+    "text-generation": '"a text"',
+    "token-classification": '"a text"',
+}
 # the class of transformers for each `task_type` of PEFT
 _OF_PEFT = {
     "CAUSAL_LM": "AutoModelForCausalLM",

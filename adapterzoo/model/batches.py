@@ -23,7 +23,7 @@ from adapterzoo.anatomy.tree import parent
 from adapterzoo.caches import is_empty
 from adapterzoo.composition import BatchSplit, Composition, parse
 from adapterzoo.composition.compile import join_sites
-from adapterzoo.composition.rows import RowMap, has_rows, numbered
+from adapterzoo.composition.rows import RowMap, SlotRows, has_rows, numbered
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
 from adapterzoo.heads import head_types
 from adapterzoo.names import BASE
@@ -89,6 +89,8 @@ def plan_of_call(
     _refuse_recorded(model, plan, inputs)
     rows = cast("RowMap", plan.rows)
     named = None if adapter_names is None else f"adapter_names=… names {len(adapter_names)} rows"
+    if isinstance(plan.rows, SlotRows):
+        named = f"use(…) names {len(rows.index)} rows"
     found = _rows_of_inputs(inputs)
     if is_plain(model):
         # others may be of any shape, such as the time steps of a diffusion model

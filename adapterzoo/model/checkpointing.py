@@ -25,6 +25,7 @@ from adapterzoo.errors import (
     SiteError,
     StateError,
     argument,
+    in_python,
     listing,
     unknown_name,
 )
@@ -252,7 +253,13 @@ def fitting(
             # a named head that the model's class cannot have
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
-            lost = f"the adapter {name!r} has been loaded without its head: {error}"
+            # the advice of the error is about writing files
+            reason = str(error).rpartition(" Write ")[0]
+            own = in_python("AutoAdapterModel.from_pretrained(…), or ")
+            lost = (
+                f"the adapter {name!r} has been loaded without its head: {reason} Write {own}"
+                f"{argument('with_head', False, 'load_adapter')}."
+            )
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names labels of a head, but none is loaded. Leave it out."
@@ -302,7 +309,7 @@ def check_fingerprint(model: AdaptedModel, stored: Checkpoint, expected: str | N
     if expected is None:
         return
     found = fingerprint_of(model, stored)
-    if not found.startswith(expected):
+    if not found.startswith(expected.lower()):
         raise fit.other_fingerprint(found, expected)
 
 

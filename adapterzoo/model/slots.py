@@ -71,7 +71,7 @@ class Pool(Protocol):
         """
 
     def claim(self, name: str) -> bytes:
-        """Keep an adapter until `disclaim`, and return its fingerprint.
+        """Keep an adapter until `disclaim`; return bytes that other values do not have.
 
         Raises:
             AdapterZooError: the adapter cannot be loaded, or is being removed.

@@ -220,7 +220,7 @@ class AdaptedModel(Protocol):
         """Find what a `PreTrainedModel` has."""
 
 
-_FINGERPRINT = re.compile("[0-9a-f]{8,64}")
+_FINGERPRINT = re.compile("[0-9a-fA-F]{8,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -457,6 +457,8 @@ def headline(model: AdaptedModel) -> str:
     """Return what a model has in one line: adapters, heads, and how much is trained."""
     known, plan, heads = model._adapter_state.records, model._active.plan, heads_of(model)
     parts = [f"adapters: {listing(known)}" + (f", active {plan.setup!r}" if plan.setup else "")]
+    if merged := model._adapter_state.merged:
+        parts += [f"merged: {listing(merged)}"]
     if heads:
         own = model._active.heads.names
         parts += [f"heads: {listing(heads)}" + (f", active {listing(own)}" if own else "")]

@@ -36,12 +36,11 @@ from adapterzoo.errors import (
     unknown_name,
 )
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.formats.fit import fingerprint
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.model import base, checkpointing
 from adapterzoo.model import slots as _slots
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.state import AdaptedModel, LoadOptions, named_tensors
+from adapterzoo.model.state import AdaptedModel, LoadOptions
 from adapterzoo.names import BASE, check_name
 from adapterzoo.runtime import current_task
 
@@ -63,37 +62,49 @@ class Lease(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The files of an adapter.
+    """An adapter in files, without its values.
 
     Attributes:
-        folder: the folder that holds them.
-        name: the name they were saved under, unless a user gives another one.
-        expected: the first digits of the expected fingerprint; None: any.
-        stored: what the files hold.
+        folder: the folder of its files.
+        name: the name that the user gave, or that it was saved under.
+        config: its config.
+        fingerprint: its fingerprint.
     """
 
     folder: Path
     name: str
-    expected: str | None
-    stored: Checkpoint
+    config: AdapterConfig
+    fingerprint: str
 
 
-def find(model: AdaptedModel, reference: StrPath) -> Found:
-    """Find the files of an adapter.
+def find(
+    model: AdaptedModel,
+    reference: StrPath,
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Found, Checkpoint]:
+    """Find an adapter that can act in a slot; return it and the contents of its files.
 
     Args:
         model: the model that the adapter is for.
         reference: a folder or a name on the Hub; `@` and a fingerprint may follow.
+        name: the adapter's name; None: the one it was saved under.
+        dtype: see `AdapterPool`.
 
     Raises:
-        CheckpointError: the files are damaged, or have another fingerprint.
+        CheckpointError: the files are damaged, do not fit the model, or have another fingerprint.
+        ConfigError: the adapter cannot act in a slot.
     """
     path, expected = hub.pinned(reference)
-    folder, hub_name = checkpointing.found(model, path, None, None, None, LoadOptions(), {})
+    folder, hub_name = checkpointing.found(
+        model, path, None, None, None, LoadOptions(dtype=dtype), {}
+    )
     stored = formats.read(folder, "adapter", ModelInfo(model, False))
     checkpointing.check_fingerprint(model, stored, expected)
-    name = checkpointing.name_in(None, stored, hub_name or folder)
-    return Found(folder, name, expected, stored)
+    own = checkpointing.name_in(name, stored, hub_name or folder)
+    record = checkpointing.compared(model, stored, dtype=dtype).record
+    _slots.check_batched(repr(own), record)
+    return Found(folder, own, record.config, checkpointing.fingerprint_of(model, stored)), stored
 
 
 @dataclass(eq=False)
@@ -103,20 +114,20 @@ class Member:
     Attributes:
         folder: the folder of its files.
         shelf: number of the shelf.
-        expected: the first digits of its fingerprint; empty for any.
+        fingerprint: its fingerprint when it was added.
         pinned: whether it keeps its slot.
         lease: lease of the slot that it keeps; None until it is loaded.
-        fingerprint: fingerprint of its files when first read; empty before.
+        was_loaded: whether its values have been read.
         claims: number of requests that will use it.
         leaves: whether it is being removed.
     """
 
     folder: Path
     shelf: int
-    expected: str = ""
+    fingerprint: str
     pinned: bool = False
     lease: Lease | None = None
-    fingerprint: str = ""
+    was_loaded: bool = False
     claims: int = 0
     leaves: bool = False
 
@@ -142,7 +153,7 @@ class Places:
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedBatch:
     """A batch waiting for slots.
 
     Attributes:
@@ -205,21 +216,22 @@ class AdapterPool:
         """
         if type(slots) is not int or slots < 1:
             raise ConfigError(f"slots={slots!r} is not a positive integer. Write slots=8.")
+        for argument, value in (("adapters", adapters), ("configs", configs), ("pinned", pinned)):
+            # a text is a sequence of letters
+            if isinstance(value, (str, Path)):
+                raise ConfigError(f"{argument}={value!r} is not a list. Write [{str(value)!r}].")
         self.model: AdaptedModel = model
         self._dtype = dtype
         # base models that the files name; the comparison takes time
         self._bases: set[str] = set()
-        folders = self._named(adapters)
+        named = self._named(adapters)
         wide = [AdapterConfig.load(config) for config in configs]
-        own = {name: self._config(name, found) for name, found in folders.items()}
+        own = [found.config for found in named.values()]
         if not own and not wide:
             raise ConfigError("no adapters given. Write adapters={…}, or configs=['lora'].")
         _slots.refuse_merged(self.model)
-        self._shelves = _slots.make_shelves(self.model, [*wide, *own.values()], slots, dtype)
-        self._members = {
-            name: Member(found.folder, self._shelf_of(name, own[name]), found.expected or "")
-            for name, found in folders.items()
-        }
+        self._shelves = _slots.make_shelves(self.model, [*wide, *own], slots, dtype)
+        self._members = {name: self._member_of(found) for name, found in named.items()}
         largest = max(shelf.nbytes // slots for shelf in self._shelves)
         least = sum(shelf.nbytes for shelf in self._shelves) + largest
         if max_bytes is not None and max_bytes < least:
@@ -232,7 +244,7 @@ class AdapterPool:
         self._cached_bytes = 0
         self._places = [Places.empty(slots) for _ in self._shelves]
         self._changed = threading.Condition()
-        self._queue: deque[Waiting] = deque()
+        self._queue: deque[QueuedBatch] = deque()
         # open blocks of `use`: where each was opened, and its adapters
         self._blocks: list[tuple[object, frozenset[str]]] = []
         self._counts: Counter[str] = Counter()
@@ -252,12 +264,10 @@ class AdapterPool:
         Raises:
             ConfigError: two adapters have the same name.
         """
-        if isinstance(adapters, (str, Path)):
-            raise ConfigError(f"adapters={adapters!r} is one folder. Write [{str(adapters)!r}].")
         if isinstance(adapters, Mapping):
-            return {check_name(name): find(self.model, each) for name, each in adapters.items()}
+            return {name: self._found(each, check_name(name))[0] for name, each in adapters.items()}
         named: dict[str, Found] = {}
-        for found in (find(self.model, each) for each in adapters):
+        for found in (self._found(each)[0] for each in adapters):
             if found.name in named:
                 raise ConfigError(
                     f"{str(named[found.name].folder)!r} and {str(found.folder)!r} both hold "
@@ -266,20 +276,28 @@ class AdapterPool:
             named[found.name] = found
         return named
 
-    def _config(self, name: str, found: Found) -> AdapterConfig:
-        """Return an adapter's config; warn once per base model that differs from this one.
+    def _found(self, reference: StrPath, name: str | None = None) -> tuple[Found, Checkpoint]:
+        """Return `find`'s result; warn once per base model that differs from this one.
 
         Raises:
             CheckpointError: the adapter does not fit the model.
             ConfigError: the adapter cannot act in a slot.
         """
-        record = checkpointing.compared(self.model, found.stored, dtype=self._dtype).record
-        _slots.check_batched(repr(name), record)
-        said = repr(base.entries_in(found.stored.metadata))
+        found, stored = find(self.model, reference, name, self._dtype)
+        said = repr(base.entries_in(stored.metadata))
         if said not in self._bases:
             self._bases.add(said)
-            base.warn_of_another(self.model, found.stored.metadata, name)
-        return record.config
+            base.warn_of_another(self.model, stored.metadata, found.name)
+        return found, stored
+
+    def _member_of(self, found: Found) -> Member:
+        """Return an adapter's entry in the pool.
+
+        Raises:
+            ConfigError: no shelf has its kind.
+        """
+        shelf = self._shelf_of(found.name, found.config)
+        return Member(found.folder, shelf, found.fingerprint)
 
     def _shelf_of(self, name: str, config: AdapterConfig) -> int:
         """Return the shelf number for an adapter with this config.
@@ -354,13 +372,12 @@ class AdapterPool:
         """
         check_name(name)
         self._refuse_taken(name, overwrite_ok)
-        found = find(self.model, folder)
-        shelf = self._shelf_of(name, self._config(name, found))
-        member = Member(found.folder, shelf, found.expected or "")
+        found, stored = self._found(folder, name)
+        member = self._member_of(found)
         with self._changed:
             if pinned:
                 self._refuse_last(name, member.shelf)
-        self._stored(name, member)
+        self._stored(name, member, stored)
         try:
             with self._changed:
                 # another thread may have been first
@@ -446,7 +463,7 @@ class AdapterPool:
             self._refuse_last(name, member.shelf)
             member.pinned = True
         try:
-            (lease,) = cast("list[Lease]", self._acquire([name], self._waiting()))
+            (lease,) = cast("list[Lease]", self._acquire([name], self._queued_batch()))
         except BaseException:
             member.pinned = False
             raise
@@ -492,21 +509,32 @@ class AdapterPool:
         """The bytes that the pool holds, in slots and in its cache."""
         return sum(shelf.nbytes for shelf in self._shelves) + self._cached_bytes
 
-    def _load(self, name: str, member: Member) -> tuple[str, _slots.Stored, int]:
-        """Read an adapter; return its fingerprint, its values on the CPU, and their size in bytes.
+    def _load(
+        self, name: str, member: Member, read: Checkpoint | None
+    ) -> tuple[_slots.Stored, int]:
+        """Return the values of an adapter on the CPU, and their size in bytes.
+
+        Args:
+            name: the adapter's name.
+            member: the adapter.
+            read: the contents of its files; None: they are read now.
 
         Raises:
-            CheckpointError: its files do not fit the model.
+            CheckpointError: its files are damaged.
             ConfigError: the adapter fits no slot.
+            StateError: its files have changed.
         """
-        found = formats.read(member.folder, "adapter", ModelInfo(self.model, False))
-        record = checkpointing.filled(self.model, found, (), self._dtype)
-        _slots.check_batched(repr(name), record)
-        print_ = fingerprint(record.config.to_dict(), named_tensors(record.coming))
+        stored = read or formats.read(member.folder, "adapter", ModelInfo(self.model, False))
+        if checkpointing.fingerprint_of(self.model, stored) != member.fingerprint:
+            raise StateError(
+                f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
+                f"pool.add({name!r}, …, overwrite_ok=True)."
+            )
+        record = checkpointing.filled(self.model, stored, (), self._dtype)
         values = _slots.values_of(self.model, record)
-        stored = _slots.to_host(values, self.model.device.type == "cuda")
-        self._shelves[member.shelf].check(name, stored)
-        return print_, stored, sum(map(_slots.nbytes, stored.values()))
+        found = _slots.to_host(values, self.model.device.type == "cuda")
+        self._shelves[member.shelf].check(name, found)
+        return found, sum(map(_slots.nbytes, found.values()))
 
     def _drop(self, member: Member) -> None:
         _, size = self._cached.pop(member, (None, 0))
@@ -518,8 +546,13 @@ class AdapterPool:
             self._drop(next(iter(self._cached)))
             self._counts["evicted_from_cpu"] += 1
 
-    def _stored(self, name: str, member: Member) -> _slots.Stored:
+    def _stored(self, name: str, member: Member, read: Checkpoint | None = None) -> _slots.Stored:
         """Return the values of an adapter, from its files if they are not in the cache.
+
+        Args:
+            name: the adapter's name.
+            member: the adapter.
+            read: the contents of its files, if they have just been read.
 
         Raises:
             StateError: its files have changed.
@@ -533,16 +566,11 @@ class AdapterPool:
                     return found[0]
                 self._make_room(self._shelves[member.shelf].nbytes // len(self._places[0].names))
             with torch.inference_mode(False), exactly(self.model.device):
-                print_, stored, size = self._load(name, member)
+                stored, size = self._load(name, member, read)
             with self._changed:
                 self._refuse_closed()
                 self._counts["loads"] += 1
-                if not print_.startswith(member.fingerprint or member.expected):
-                    raise StateError(
-                        f"the files of {name!r} in {str(member.folder)!r} have changed. Write "
-                        f"pool.add({name!r}, …, overwrite_ok=True)."
-                    )
-                member.fingerprint = print_
+                member.was_loaded = True
                 self._make_room(size)
                 self._cached[member] = stored, size
                 self._cached_bytes += size
@@ -598,13 +626,13 @@ class AdapterPool:
                     f"slots={len({*own, *pinned})}), or smaller batches."
                 )
 
-    def _waiting(self) -> Waiting:
-        """Return a waiting batch for this thread and task."""
+    def _queued_batch(self) -> QueuedBatch:
+        """Return a batch of this thread and task."""
         with self._changed:
-            return Waiting(is_inner=bool(self._blocks_here()))
+            return QueuedBatch(is_inner=bool(self._blocks_here()))
 
     def _acquire(
-        self, names: Iterable[str], own: Waiting, blocks: bool = True
+        self, names: Iterable[str], own: QueuedBatch, blocks: bool = True
     ) -> list[Lease] | None:
         """Return slots that hold the adapters.
 
@@ -659,7 +687,7 @@ class AdapterPool:
                 self._changed.notify_all()
         return leases
 
-    def _awaited(self, names: Sequence[str], own: Waiting) -> list[tuple[Lease, bool]] | None:
+    def _awaited(self, names: Sequence[str], own: QueuedBatch) -> list[tuple[Lease, bool]] | None:
         """Return `_find`'s result once it is the batch's turn; None if its task was cancelled.
 
         Raises:
@@ -716,7 +744,7 @@ class AdapterPool:
         """
         names = self._checked(adapter_names)
         wanted = [name for name in names if name is not None]
-        with self._opened(names, self._acquire(wanted, self._waiting()) or []):
+        with self._opened(names, self._acquire(wanted, self._queued_batch()) or []):
             yield
 
     @asynccontextmanager
@@ -729,7 +757,7 @@ class AdapterPool:
         Raises:
             AdapterZooError: as in `use`.
         """
-        names, waiting = self._checked(adapter_names), self._waiting()
+        names, waiting = self._checked(adapter_names), self._queued_batch()
         wanted = [name for name in names if name is not None]
         found: Future[list[Lease] | None] = Future()
         # the task can be cancelled, but the thread cannot
@@ -825,19 +853,20 @@ class AdapterPool:
     # --- requests of continuous batching ---
 
     def claim(self, name: str) -> bytes:
-        """Keep an adapter until `disclaim`, and return its fingerprint; see `slots.Pool`."""
+        """Keep an adapter until `disclaim`; return its fingerprint and dtype; see `slots.Pool`."""
         with self._changed:
             member = self._member(name)
             self._refuse_more_than_slots([name])
             member.claims += 1
         try:
-            if not member.fingerprint:
+            if not member.was_loaded:
                 self._stored(name, member)
         except BaseException:
             self.disclaim(name)
             raise
-        return member.fingerprint.encode()
+        return f"{member.fingerprint} {self._dtype}".encode()
 
+    @names_call
     def prefetch(self, name: str) -> None:
         """Read an adapter now, unless it is in a slot or cached, so that no request waits for it.
 
@@ -864,7 +893,7 @@ class AdapterPool:
 
     def lease(self, name: str) -> Lease | None:
         """Return a slot with a claimed adapter, for `release`; None if none is free now."""
-        found = self._acquire([name], Waiting(is_claimed=True), blocks=False)
+        found = self._acquire([name], QueuedBatch(is_claimed=True), blocks=False)
         return None if found is None else found[0]
 
     # --- metrics ---

@@ -468,7 +468,7 @@ def _pool(model: Any, adapters: Sequence[str], slots: int, max_bytes: int | None
     named: dict[str, str] = {}
     for each in adapters:
         own, is_named, reference = each.partition("=")
-        key = own if is_named else find(model, each).name
+        key = own if is_named else find(model, each)[0].name
         if key in named:
             raise DuplicateNameError(
                 f"--adapters {each}: {named[key]!r} is also called {key!r}. Write NAME={each}."

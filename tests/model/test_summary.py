@@ -85,6 +85,9 @@ def test_a_printed_model_shows_an_adapted_layer_in_one_line(model):
     layer = "(query): Linear(in_features=32, out_features=32, bias=True)"
     assert query == f"{layer} + LoRA 'first' (256 parameters)"
     assert not [line for line in lines if "lora_A" in line or "loras" in line]
+    model.merge_adapter("first")
+    assert "; merged: 'first'; " in repr(model).splitlines()[0]
+    model.reset_adapter()
     model.delete_adapter("first")
     assert f"{layer}\n" in repr(model)
 

@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hosts, hub
-from adapterzoo.errors import CheckpointError, HubError, in_python, listing
+from adapterzoo.errors import CheckpointError, HubError, in_python, listing, naming
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -148,14 +148,16 @@ def load(
         own["revision"] = found.base.revision
     if has_one_head and not {"config", "num_labels", "id2label", "label2id"} & own.keys():
         own |= labels_in(found.path)
-    loaded = load_base(found.base.name, **own)
-    model = loaded[0] if options.get("output_loading_info") else loaded
-    load_as = None if found.name is None else Path(found.name).name
-    asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
-    dtype = model.dtype if asked else None
-    model.load_adapter(
-        found.path, load_as=load_as, set_active=True, dtype=dtype, fingerprint=found.fingerprint,
-        # a class such as `BertModel` has no head
-        with_head=model._has_named_heads or model._backbone is not model,
-    )  # fmt: skip
+    call = f"from_pretrained({found.name or str(found.path)!r})"
+    with naming(call, takes=frozenset(("dtype", *hub.OPTIONS))):
+        loaded = load_base(found.base.name, **own)
+        model = loaded[0] if options.get("output_loading_info") else loaded
+        load_as = None if found.name is None else Path(found.name).name
+        asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
+        model.load_adapter(
+            found.path, load_as=load_as, set_active=True, dtype=model.dtype if asked else None,
+            fingerprint=found.fingerprint,
+            # a class such as `BertModel` has no head
+            with_head=model._has_named_heads or model._backbone is not model,
+        )  # fmt: skip
     return loaded
