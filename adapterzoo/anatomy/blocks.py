@@ -124,11 +124,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
     `Conv1D`, GPT-2's linear layer, is recognized without importing transformers, as are the
     layers of quantization libraries.
     """
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features, False
-    if is_packed_linear(module):
-        d_in, d_out = _widths(module)
-        return d_in, d_out, False
+    if isinstance(module, nn.Linear) or is_packed_linear(module):
+        return *_widths(module), False
     d_out = getattr(module, "nf", None)
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(d_out, int) and weight is not None:
@@ -164,8 +161,7 @@ def _widths(module: Any) -> tuple[Any, Any]:
     # it has no other record of them
     if type(module).__name__ == "EetqLinear":
         return tuple(module.weight.shape)
-    d_in, d_out = (_stated(module, name) for name in ("in_features", "out_features"))
-    return d_in, d_out
+    return _stated(module, "in_features"), _stated(module, "out_features")
 
 
 def _stated(module: nn.Module, name: str) -> Any:
@@ -229,8 +225,9 @@ def projection_role(layer: Site, row: Row) -> Role:
     if layer.kind == "linear" and layer.parameter is not None:
         path = f"{path}.{layer.parameter.removesuffix('.weight')}"
     named = {**row.roles, **row.experts}
-    if special := [role for pattern, role in named.items() if re.fullmatch(pattern, path)]:
-        return special[0]
+    for pattern, role in named.items():
+        if re.fullmatch(pattern, path):
+            return role
     if layer.kind == "experts":
         return EXPERTS.get(layer.parameter or "", "other")
     if layer.kind == "embedding" or ASIDE.search(path):
@@ -661,10 +658,8 @@ def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
     if any(NUMBERED.search(leaf(name)) for name in unclear):
         return False
     # pre-LN stacks need a norm after them, post-LN stacks have none
-    owner = parent(parent(branch.path))
-    names = [*branch.tree.children(owner), *branch.tree.children(parent(owner))]
+    tree, owner = branch.tree, parent(parent(branch.path))
     return not any(
-        FINAL_NORM.search(leaf(name)) is not None
-        and NORM_CLASS.search(type(branch.tree.modules[name]).__name__) is not None
-        for name in names
+        FINAL_NORM.search(leaf(name)) and NORM_CLASS.search(type(tree.modules[name]).__name__)
+        for name in (*tree.children(owner), *tree.children(parent(owner)))
     )

@@ -38,7 +38,7 @@ from .blocks import (
 from .inputs import attentions_of, entry_of, positions_of, table_of, tokens_of
 from .mixtures import mixture_of
 from .patterns import CHANNEL_NORM_CLASS, NORM_CLASS, Row
-from .sites import ATTENTION_ROLES, MIXER_ROLES, Anatomy, Block, Kind, Role, Site
+from .sites import ATTENTION_ROLES, MIXER_ROLES, Anatomy, Block, Kind, Role, Site, SubLayer
 from .tree import HEAD, Branch, Tree, below, joined
 
 
@@ -85,6 +85,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         if layer.path not in inside:
             outside.append(known(dataclasses.replace(layer, role=role)))
     listed = inside | {site.path for site in outside}
+    covered = inside.union(*map(_covered, outside))
     others = (
         _site(path, "norm" if is_norm(module) else "layer", module, blocks)
         for path, module in tree.modules.items()
@@ -96,10 +97,11 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     biases, odd_biases = biases_of(tree, blocks)
     convolutional = any(isinstance(module, nn.Conv2d) for module in tree.modules.values())
     encoders = nn.TransformerEncoder, nn.TransformerEncoderLayer
+    why = "a convolutional network: " * convolutional + "no block with attention"
     return Anatomy(
         tuple(blocks),
         tuple(outside),
-        reason="" if blocks else "a convolutional network: " * convolutional + _NO_BLOCK,
+        reason="" if blocks else why,
         attentions=attentions,
         unreachable=unreachable,
         entry=entry,
@@ -109,9 +111,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         rotary=rotary,
         tokens=tokens_of(tree, blocks),
         others=tuple(map(known, others)),
-        parameters=tuple(
-            map(known, parameters_of(tree, blocks, listed.union(*map(_covered, outside))))
-        ),
+        parameters=tuple(map(known, parameters_of(tree, blocks, covered))),
         convolutions=tuple(_convolutions(tree, blocks, uses)),
         biases=tuple(map(known, biases)),
         odd_biases=odd_biases,
@@ -149,9 +149,6 @@ def output_site(model: nn.Module, path: str) -> Site | None:
     d_in, d_out, transposed = shape
     site = Site(path, "lm_head", -1, "", "linear", d_in, d_out, transposed=transposed)
     return dataclasses.replace(marked(site, uses_of(tree)), path=f"{HEAD}{path}")
-
-
-_NO_BLOCK = "no block with attention"
 
 
 def _covered(site: Site) -> tuple[str, ...]:
@@ -215,9 +212,10 @@ def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
 
 def _planted(block: Block, path: str, layer: int) -> Block:
     """Return a block with relative paths, with the model's paths and its number."""
+    at = functools.partial(joined, path)
 
     def moved(site: Site) -> Site:
-        return dataclasses.replace(site, path=joined(path, site.path), layer=layer)
+        return dataclasses.replace(site, path=at(site.path), layer=layer)
 
     return dataclasses.replace(
         block,
@@ -226,15 +224,10 @@ def _planted(block: Block, path: str, layer: int) -> Block:
         sites=tuple(map(moved, block.sites)),
         parts=tuple(map(moved, block.parts)),
         sublayers=tuple(
-            dataclasses.replace(
-                sub,
-                out=joined(path, sub.out),
-                source=joined(path, sub.source),
-                norm=None if sub.norm is None else joined(path, sub.norm),
-            )
+            SubLayer(sub.kind, at(sub.out), at(sub.source), sub.norm and at(sub.norm))
             for sub in block.sublayers
         ),
-        languages=joined(path, block.languages) if block.languages else "",
+        languages=block.languages and at(block.languages),
     )
 
 
@@ -243,15 +236,14 @@ def _planted(block: Block, path: str, layer: int) -> Block:
 _OPAQUE = _ConvNd, nn.RNNBase, ParametrizationList
 
 
-def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) -> tuple[Site, ...]:
-    """Return the matrices that modules compute with and that no other site has, in model order.
+def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) -> Iterator[Site]:
+    """Yield the matrices that modules compute with and that no other site has, in model order.
 
     Args:
         tree: the model's tree.
         blocks: the model's blocks.
         listed: paths of the layers with a weight matrix, and of fused experts.
     """
-    found = []
     for path, module in tree.modules.items():
         if not path or path in listed or isinstance(module, _OPAQUE):
             continue
@@ -259,12 +251,10 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
             if own is None or own.dim() not in (2, 3) or not own.is_floating_point():
                 continue
             *experts, d_out, d_in = own.shape
-            site = Site(
+            yield Site(
                 path, "other", *_place(path, blocks), "experts" if experts else "linear",
                 d_in, d_out, parameter=name, experts=experts[0] if experts else 0,
             )  # fmt: skip
-            found.append(site)
-    return tuple(found)
 
 
 def _convolutions(
@@ -301,17 +291,15 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
     for path, module in tree.modules.items():
         if module._parameters.get("bias") is None:
             continue
-        norm, conv = is_norm(module), isinstance(module, _ConvNd)
-        is_linear = linear_shape(module) is not None
+        conv = isinstance(module, _ConvNd)
         # torch's attention reads the parameters of its layers
         is_read = any(isinstance(owner, nn.MultiheadAttention) for owner in tree.owners(path))
-        if is_read or not (norm or conv or is_linear):
+        if is_read or not (conv or is_norm(module) or linear_shape(module) is not None):
             others.append(path)
             continue
         # the features of such a norm are channels, the second dimension
         by_channels = getattr(module, "data_format", None) == "channels_first"
-        named = CHANNEL_NORM_CLASS.search(type(module).__name__) is not None
-        spatial = conv or by_channels or named
+        spatial = conv or by_channels or CHANNEL_NORM_CLASS.search(type(module).__name__)
         found.append(_site(path, "layer" if spatial else "output", module, blocks))
     return tuple(found), tuple(others)
 

@@ -129,6 +129,7 @@ def input_embeddings_of(model: object) -> nn.Module | None:
     """Return transformers' input embeddings of a model; None if it has none."""
     try:
         found = cast("Any", model).get_input_embeddings()
+    # a module outside transformers has no such method; transformers' own raises if it finds none
     except (AttributeError, NotImplementedError):
         return None
     # a matrix that the model keeps itself is not a layer
@@ -317,9 +318,7 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site |
     if width is None:
         return "it does not say how wide a head is"
     heads = number(module, "num_key_value_heads")
-    value_width = number(module, "v_head_dim")
-    if value_width is None:
-        value_width = width
+    value_width = number(module, "v_head_dim") or width
     is_whole = key is not None and key.output_slice is None
     if key is not None and not key.d_out % width and (is_whole or value_width == width):
         heads = key.d_out // width
@@ -350,8 +349,6 @@ _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe"
 RELATIVE_BIAS = "has_relative_attention_bias"
 # attention modules that add a bias linear in the position, which changes only distances
 ALIBI = frozenset(("BloomAttention",))
-_NUMBERS = "position_ids"
-_ROTARY = "Rotary"
 
 
 def positions_of(
@@ -378,7 +375,7 @@ def positions_of(
         near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
         # several modules may share it
         stack = near[0] if len(near) == 1 else None
-        if takes and _ROTARY in type(module).__name__:
+        if takes and "Rotary" in type(module).__name__:
             # several stacks may share one, or each attention has its own
             rotary |= {s for s in stacks if below(s, parent(path)) or below(path, s)}
         is_table = isinstance(module, nn.Embedding)
@@ -397,4 +394,4 @@ def positions_of(
 
 @functools.cache
 def _takes_numbers(cls: Any) -> bool:
-    return _NUMBERS in inspect.signature(cls.forward).parameters
+    return "position_ids" in inspect.signature(cls.forward).parameters

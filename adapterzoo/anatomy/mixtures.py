@@ -40,11 +40,11 @@ def mixture_of(tree: Tree, site: Site) -> Mixture | None:
         return None
     # a router also computes with its parameters
     around = parent(site.path)
-    is_beside = any(_are_experts(tree.modules[path]) for path in _children(tree, around))
+    beside = tree.children(around) if around else []
+    is_beside = any(_are_experts(tree.modules[path]) for path in beside)
     is_mixture = is_beside or joined(around, _NAME) in tree.modules
-    if not is_mixture or not _arguments(tree.modules[site.path]):
-        return None
-    return Mixture(site.path, around)
+    is_called = is_mixture and bool(_arguments(tree.modules[site.path]))
+    return Mixture(site.path, around) if is_called else None
 
 
 def _at_or_around(tree: Tree, path: str) -> Mixture | None:
@@ -59,10 +59,6 @@ def _around(tree: Tree, path: str) -> Mixture | None:
     around = parent(path)
     is_block = bool(around) and len(_arguments(tree.modules[around])) == 1
     return Mixture(around, around) if is_block else None
-
-
-def _children(tree: Tree, path: str) -> list[str]:
-    return tree.children(path) if path else []
 
 
 def _are_experts(module: nn.Module) -> bool:

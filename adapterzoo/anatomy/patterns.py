@@ -403,10 +403,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         post_norm="!normalize_before", mixed=_ATTENTION, note=_QUERIES.note
     ),
     "patchtst": Row(
-        norms={
-            r"norm_sublayer1": ("at", "attention"),
-            r"norm_sublayer3": ("at", "mlp"),
-        },
+        norms={"norm_sublayer1": ("at", "attention"), "norm_sublayer3": ("at", "mlp")},
         post_norm="!pre_norm",
     ),
     "pegasus_x": Row(outs={r"self_attn\.out_proj": "self_attn"}),
@@ -445,16 +442,10 @@ ARCHITECTURES: Mapping[str, Row] = {
     "swin2sr": _BRANCH_NORMS,
     "swinv2": _BRANCH_NORMS,
     "timesformer": Row(outs={r"temporal_attention\.output\.dense": "temporal_dense"}),
-    "wavlm": Row(
-        functional=r"attention\.(q|k|v|out)_proj",
-        post_norm="!do_stable_layer_norm",
-    ),
+    "wavlm": Row(functional=r"attention\.(q|k|v|out)_proj", post_norm="!do_stable_layer_norm"),
     "VitDetLayer": Row(states="a feature map [rows, d_model, height, width]"),
     "XCLIPVisionEncoderLayer": Row(
-        norms={
-            r"layer_norm2": ("pre", "mlp"),
-        },
-        outs={r"message_attn\.out_proj": ""},
+        norms={"layer_norm2": ("pre", "mlp")}, outs={r"message_attn\.out_proj": ""}
     ),
     "xlm": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm=True),
     "xlm-roberta-xl": Row(norms={"LayerNorm": ("pre", "mlp")}),

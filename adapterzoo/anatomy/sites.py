@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from adapterzoo.errors import SiteError
 
@@ -64,9 +64,7 @@ SubLayerKind = Literal["attention", "mixer", "cross", "mlp"]
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
 MIXER_ROLES: tuple[Role, ...] = ("mixer_in", "mixer_out")
 MLP_ROLES: tuple[Role, ...] = ("mlp_in", "mlp_gate", "mlp_out")
-ROLES: tuple[Role, ...] = (
-    *ATTENTION_ROLES, *MIXER_ROLES, *MLP_ROLES, "embedding", "lm_head", "other"
-)  # fmt: skip
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +310,8 @@ class Block:
         """
         families = ATTENTION_ROLES, MIXER_ROLES, MLP_ROLES
         family = next((each for each in families if role in each), ())
-        if role not in family or role in self.absent:
-            return False
         crossing = cross if role in ATTENTION_ROLES else None
-        return any(self.named(member, crossing) for member in family)
+        return role not in self.absent and any(self.named(each, crossing) for each in family)
 
     def instead(self) -> tuple[Site, ...]:
         """Return the projections of the block's substitute for attention.
@@ -432,8 +428,7 @@ class Anatomy:
         call = f"select({', '.join(map(repr, roles))})"
         if unknown := [role for role in roles if role not in ROLES]:
             raise SiteError(
-                f"{call}: {unknown[0]!r} is not a role. Legal roles: {', '.join(ROLES)}. "
-                f"Write select('query')."
+                f"{call}: {unknown[0]!r} is not a role. Legal roles: {', '.join(ROLES)}. Write one."
             )
         wanted = None if layers is None else frozenset(layers)
         blocks = [b for b in self.blocks if wanted is None or b.layer in wanted]

@@ -132,7 +132,7 @@ class Tree:
     def owners(self, path: str) -> Iterator[nn.Module]:
         """Yield the modules that hold the one at `path`, nearest first."""
         while path:
-            path = path.rpartition(".")[0]
+            path = parent(path)
             if path in self.modules:
                 yield self.modules[path]
 
@@ -196,8 +196,7 @@ class Branch:
             The number (a flag counts as 0 or 1); 0 if the setting is unknown.
         """
         owners = []
-        while path:
-            path = path.rpartition(".")[0]
+        while path := parent(path):
             owners.append(self.by_path[path])
         owners.append(self.tree.modules[self.path])
         values = [getattr(owner, name, None) for owner in owners for name in names]

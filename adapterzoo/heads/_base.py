@@ -156,14 +156,10 @@ class HeadConfig(Config):
         Raises:
             ConfigError: some of the arguments are missing.
         """
-        found: dict[str, Tensor] = {}
-        for argument in self.label_names:
-            value = given.get(argument)
-            if isinstance(value, Mapping):
-                value = value.get(name)
-            if value is not None:
-                found[argument] = value
-        if missing := [n for n in self.label_names if n not in found] if found else []:
+        every = {argument: given.get(argument) for argument in self.label_names}
+        own = {n: v.get(name) if isinstance(v, Mapping) else v for n, v in every.items()}
+        found: dict[str, Tensor] = {n: labels for n, labels in own.items() if labels is not None}
+        if missing := [n for n in own if n not in found] if found else []:
             raise ConfigError(
                 f"forward({', '.join(f'{n}=…' for n in found)}): the head {name!r} also needs "
                 f"{listing(missing)}. Write all of them or none."
@@ -197,9 +193,7 @@ class HeadConfig(Config):
             model_ties: whether the model's config ties the two; a head's `tie_word_embeddings`
                 takes precedence.
         """
-        if "tie_word_embeddings" not in self.field_names():
-            return False
-        own: bool | None = self["tie_word_embeddings"]
+        own: bool | None = self.get("tie_word_embeddings", False)
         return model_ties if own is None else own
 
     @classmethod
@@ -318,9 +312,8 @@ class PredictionHead(Head):
     @of_checkpoint.setter
     def of_checkpoint(self, value: bool) -> None:
         layer = self.output_embeddings
-        known = value and layer is not None and not layer.weight.is_inference()
         vars(self).pop("_taken", None)
-        if layer is not None and known:
+        if value and layer is not None and not layer.weight.is_inference():
             self._taken = layer.weight._version
 
     def __setstate__(self, state: dict[str, object]) -> None:

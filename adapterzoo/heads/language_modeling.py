@@ -118,9 +118,8 @@ class LMHead(PredictionHead):
         self.dropout: float = config.get("dropout_prob") or 0.0
         given = config.hidden_scale
         self.hidden_scale = backbone.lm_scale if given is None else given
-        own: int | None = config.get("embedding_size")
-        d_out = own or backbone.embedding_size or backbone.hidden_size
         width = backbone.hidden_size
+        d_out: int = config.get("embedding_size") or backbone.embedding_size or width
         layers: list[nn.Module] = []
         for _ in range(config.layers - 1):
             layers.append(backbone.linear(width, d_out, config.dense_bias))

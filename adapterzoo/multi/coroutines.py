@@ -67,24 +67,19 @@ def _put_kept(kept: list[dict[str, Any]]) -> None:
         cls._shared_state.update(values)
 
 
-class _RandomState(NamedTuple):
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    cuda: list[torch.Tensor]
-
-
-def _put_random(state: _RandomState) -> None:
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
-    torch.set_rng_state(state.cpu)
-    if state.cuda:
-        torch.cuda.set_rng_state_all(state.cuda)
-
-
-def _random_state() -> _RandomState:
+def _random_state() -> tuple[Any, ...]:
+    """Return the states of the generators of Python, NumPy, torch and CUDA."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return _RandomState(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _put_random(state: tuple[Any, ...]) -> None:
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 class Stopped(BaseException):
@@ -172,9 +167,8 @@ class Coroutine:
             self.stop()
 
     def _body(self) -> None:
-        result, error = None, None
         try:
-            result = self._run()
-        except BaseException as raised:  # noqa: BLE001 - raised again by `resume`
-            error = raised
-        self._requests.put(_Ended(result, error))
+            ended = _Ended(self._run(), None)
+        except BaseException as error:  # noqa: BLE001 - raised again by `resume`
+            ended = _Ended(None, error)
+        self._requests.put(ended)

@@ -57,12 +57,10 @@ class Piece(NamedTuple):
     """One batch as a part of a call.
 
     Attributes:
-        start: its first row.
         rows: the number of its rows.
         lengths: the lengths of its sequences.
     """
 
-    start: int
     rows: int
     lengths: Mapping[str, int]
 
@@ -84,31 +82,25 @@ class Joined:
     lengths: Mapping[str, int]
 
 
-def kind_of(inputs: Mapping[str, Any], pads: bool) -> Any:
+def kind_of(inputs: Mapping[str, Any]) -> Any:
     """Return a key; batches with equal keys can be joined.
 
     Args:
         inputs: arguments of the base model.
-        pads: whether sequences may be padded.
     """
     rows, kinds = batch_size(inputs), list[Any]()
     for name, value in sorted(inputs.items()):
-        if isinstance(value, Tensor):
-            if pads and name in _MASKS.values() and value.dim() == 2:
-                continue
-            shape: list[Any] = list(value.shape)
-            if not shape or shape[0] != rows:
-                # not one value for each row: can be joined only if it is the same object
-                kinds.append((name, id(value)))
-                continue
-            shape[0] = "rows"
-            if pads and name in _SEQUENCES and len(shape) > 1:
-                shape[1] = "tokens"
-            kinds.append((name, value.dtype, value.device, tuple(shape)))
-        elif isinstance(value, (bool, int, float, str)):
-            kinds.append((name, value))
-        elif value is not None:
-            kinds.append((name, id(value)))
+        has_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
+        if value is None or (name in _MASKS.values() and has_rows and value.dim() == 2):
+            continue
+        if has_rows:
+            # sequences are padded
+            features = value.shape[2 if name in _SEQUENCES else 1 :]
+            kinds.append((name, value.dtype, value.device, value.dim(), features))
+        else:
+            # without a value for each row: a number, or the same object
+            is_plain = isinstance(value, (bool, int, float, str))
+            kinds.append((name, value if is_plain else id(value)))
     return tuple(kinds)
 
 
@@ -119,20 +111,15 @@ def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
         batches: the arguments of the base model for each batch.
         padding: the id of padding.
     """
-    pieces, start = [], 0
-    for each in batches:
-        pieces.append(Piece(start, batch_size(each), _lengths(each)))
-        start += pieces[-1].rows
-    found = [piece.lengths for piece in pieces]
-    lengths = {name: max(own[name] for own in found) for name in found[0]}
-    is_padded = {name for own in found for name in own if own[name] != lengths[name]}
+    pieces = [Piece(batch_size(each), _lengths(each)) for each in batches]
+    lengths = {name: max(p.lengths[name] for p in pieces) for name in pieces[0].lengths}
     inputs: dict[str, Any] = {}
     for name in dict.fromkeys(name for each in batches for name in each):
         values = [each.get(name) for each in batches]
         tensors = [v for v in values if isinstance(v, Tensor)]
         if name in _MASKS.values() and all(t.dim() == 2 for t in tensors):
             continue
-        if not tensors or tensors[0].dim() == 0 or tensors[0].shape[0] != pieces[0].rows:
+        if not tensors or tensors[0].shape[:1] != (pieces[0].rows,):
             inputs[name] = values[0]
             continue
         fill = padding if name in _IDS else 0
@@ -142,17 +129,14 @@ def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
         if sequence not in lengths or name in inputs:
             continue
         masks = [each.get(name) for each in batches]
-        if sequence not in is_padded and all(mask is None for mask in masks):
+        is_padded = any(p.lengths[sequence] != lengths[sequence] for p in pieces)
+        if not is_padded and all(mask is None for mask in masks):
             continue
         like = next(t for n, t in inputs.items() if _SEQUENCES.get(n) == sequence)
-        whole = [
-            mask
-            if mask is not None
-            else like.new_ones(p.rows, p.lengths[sequence], dtype=torch.long)
-            for mask, p in zip(masks, pieces, strict=True)
-        ]
+        ones = (like.new_ones(p.rows, p.lengths[sequence], dtype=torch.long) for p in pieces)
+        whole = [one if mask is None else mask for mask, one in zip(masks, ones, strict=True)]
         inputs[name] = torch.cat([_padded(m, lengths[sequence], 0) for m in whole])
-    return Joined(inputs, pieces, start, lengths)
+    return Joined(inputs, pieces, sum(piece.rows for piece in pieces), lengths)
 
 
 def _lengths(inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -169,7 +153,7 @@ def _padded(t: Tensor, length: int | None, fill: int) -> Tensor:
     if not missing:
         return t
     # at the end of dimension 1, whatever dimensions follow
-    return pad(t, (*(0 for _ in range(2 * (t.dim() - 2))), 0, missing), value=fill)
+    return pad(t, (0,) * (2 * t.dim() - 3) + (missing,), value=fill)
 
 
 def divide(outputs: Any, joined: Joined) -> list[Any]:

@@ -174,8 +174,7 @@ def sweep(
     rows: list[dict[str, Any]] = []
     for number, values in enumerate(combinations, 1):
         own = f"{name}-{number:0{digits}}"
-        config = AdapterConfig.load(values.get(CONFIG))
-        many.model.add_adapter(own, config)
+        many.model.add_adapter(own, AdapterConfig.load(values.get(CONFIG)))
         if add_head is not None:
             add_head(many.model, own)
         given = copy.copy(args)

@@ -19,7 +19,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -61,11 +62,8 @@ _SHARED = (
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
 )  # fmt: skip
-# options that would change the model for the other runs, with their defaults
-_ALONE = {
-    "torch_compile": False, "neftune_noise_alpha": None, "auto_find_batch_size": False,
-    "deepspeed": None, "fsdp": None,
-}  # fmt: skip
+# options that would change the model for the other runs
+_ALONE = ("torch_compile", "neftune_noise_alpha", "auto_find_batch_size", "deepspeed", "fsdp")
 # the file of a checkpoint with the time at which it was saved
 _CLOCK = "run.json"
 # the largest difference between outputs of the same formula, relative to the largest value
@@ -74,7 +72,10 @@ _COARSE = 5e-2
 
 
 class _Forward(NamedTuple):
-    """A request for the outputs of a module: the base model, or an encoder or decoder."""
+    """A request for the outputs of a module: the base model, or an encoder or decoder.
+
+    With the answer None the run calls the module itself.
+    """
 
     path: str
     inputs: dict[str, Any]
@@ -82,10 +83,6 @@ class _Forward(NamedTuple):
 
 class _Backward(NamedTuple):
     """A request for the gradients of a run's parameters; those of its outputs are there."""
-
-
-class _Alone(NamedTuple):
-    """The answer to a `_Forward` that lets the run call the module itself."""
 
 
 @dataclass(eq=False)
@@ -181,8 +178,7 @@ class _OwnRun(AdapterTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if not self._run.many._is_in(self._run):
             raise StateError(
-                f"the trainer of the run {self._run.name!r} trains together with the others. Call "
-                "train() of the MultiAdapterTrainer."
+                f"run {self._run.name!r} trains with the others. Call MultiAdapterTrainer.train()."
             )
         return super().train(*args, **kwargs)
 
@@ -329,10 +325,14 @@ class MultiAdapterTrainer:
         setup = cast("Composition", parse(name if adapter_names is None else adapter_names))
         for each in setup.flatten():
             self.model._adapter_state.find(each)
-        make = functools.partial(
-            self._made, name, args, setup, train_embeddings, trainer_class,
-            {"train_dataset": train_dataset, "eval_dataset": eval_dataset, **kwargs},
-        )  # fmt: skip
+
+        def trainer_of(run: AdapterRun) -> Any:
+            name = f"{trainer_class.__name__}OfRun"
+            cls: Any = type(name, (_OwnRun, trainer_class), {"_run": run})
+            data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            return cls(self.model, args, **data, **kwargs)
+
+        make = functools.partial(self._made, name, setup, train_embeddings, trainer_of)
         if not self._plain:
             make()
         else:
@@ -340,17 +340,15 @@ class MultiAdapterTrainer:
             self._coming.append(make)
 
     def _check(self, name: str, args: Any) -> None:
-        for option, default in _ALONE.items():
-            value = getattr(args, option, default)
-            if value and value != default:
+        for option in _ALONE:
+            if value := getattr(args, option, None):
                 raise ConfigError(
                     f"{option}={value!r} would change the model for other runs. Leave it out, or "
                     "write AdapterTrainer(…)."
                 )
         if args.n_gpu > 1:
             raise ConfigError(
-                f"one process sees {args.n_gpu} GPUs. Start with torchrun, or set "
-                "CUDA_VISIBLE_DEVICES=0."
+                f"one process sees {args.n_gpu} GPUs. Use torchrun, or set CUDA_VISIBLE_DEVICES=0."
             )
         for other in self.runs.values():
             own = other.trainer.args
@@ -368,13 +366,7 @@ class MultiAdapterTrainer:
                 )
 
     def _made(
-        self,
-        name: str,
-        args: Any,
-        setup: Composition,
-        train_embeddings: bool,
-        trainer_class: type[AdapterTrainer],
-        options: dict[str, Any],
+        self, name: str, setup: Composition, train_embeddings: bool, trainer_of: Callable[..., Any]
     ) -> AdapterRun:
         model, default = self.model, self.model._active.default
         before = default.plan
@@ -389,14 +381,12 @@ class MultiAdapterTrainer:
             for other in self.runs.values():
                 if both := sorted(own.keys() & other.parameters.keys()):
                     raise ConfigError(
-                        f"{other.name!r} already trains {both[0]!r}. Give {name!r} an adapter and "
-                        f"a head of its own: model.add_adapter({name!r}, …), and a head of that "
-                        "name."
+                        f"{other.name!r} already trains {both[0]!r}. Add an adapter and a head "
+                        f"{name!r}: model.add_adapter({name!r}, …)."
                     )
             run = AdapterRun(name, setup, own, plan, ProcessState(), self)
-            cls = type(f"{trainer_class.__name__}OfRun", (_OwnRun, trainer_class), {"_run": run})
             with self._as(run):
-                run.trainer = cls(model, args, **options)
+                run.trainer = trainer_of(run)
         except BaseException:
             model.freeze_model(True)
             _require_grad(trained, True)
@@ -452,9 +442,7 @@ class MultiAdapterTrainer:
             UnknownNameError: a checkpoint is given for an unknown run.
         """
         if not self.runs:
-            raise StateError(
-                "there are no runs. Write trainer.add('my_task', args, train_dataset)."
-            )
+            raise StateError("there are no runs. Write trainer.add('reviews', args, rows).")
         if self.model._active.local_plan is not None:
             raise StateError("an AdapterSetup is active here. Leave the block first.")
         self._resume(resume_from_checkpoint)
@@ -487,19 +475,15 @@ class MultiAdapterTrainer:
 
     def _resume(self, given: bool | Mapping[str, str] | None) -> None:
         """Choose the checkpoint of each run."""
-        for name in given if isinstance(given, Mapping) else ():
-            if name not in self.runs:
-                raise unknown_name("", "run", name, self.runs)
         found: Mapping[str, _Saved] = {}
         if isinstance(given, Mapping):
+            if unknown := [name for name in given if name not in self.runs]:
+                raise unknown_name("", "run", unknown[0], self.runs)
             found = {name: _Saved.read(Path(path)) for name, path in given.items()}
-        elif given:
-            found = self._saved_together()
-            if not found:
-                raise CheckpointError(
-                    "no run has a complete checkpoint. Write train() without "
-                    "resume_from_checkpoint."
-                )
+        elif given and not (found := self._saved_together()):
+            raise CheckpointError(
+                "no run has a complete checkpoint. Write train() without resume_from_checkpoint."
+            )
         for name, run in self.runs.items():
             run.resume_from = found[name].folder if name in found else None
             # a run that had ended resumes with the others
@@ -556,7 +540,7 @@ class MultiAdapterTrainer:
             if asking:
                 answers = self._outputs(asking)
                 for run in asking:
-                    self._resume_run(run, answers[run])
+                    self._resume_run(run, answers.get(run))
                 continue
             steps = [run for run in running if isinstance(run.coroutine.request, _Backward)]
             self._backward(steps)
@@ -589,10 +573,8 @@ class MultiAdapterTrainer:
     def _intercepted(self) -> Iterator[None]:
         """Return a context in which calls of the shared modules wait for those of other runs."""
         model = self.model
-        shared = {"": model._backbone}
-        if model._backbone is model:
-            # its forward also computes the loss
-            shared = dict(stacks_of(model))
+        # the forward of a task model also computes the loss
+        shared = dict(stacks_of(model) if model._backbone is model else [("", model._backbone)])
         before = {path: vars(module).get("forward") for path, module in shared.items()}
         self._plain = {path: module.forward for path, module in shared.items()}
         for path, module in shared.items():
@@ -618,39 +600,31 @@ class MultiAdapterTrainer:
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
             run: AdapterRun | None = getattr(self._here, "run", None)
-            is_step = run is not None and run.is_stepping and torch.is_grad_enabled()
-            if run is None or not is_step or not run.is_mixed:
+            if run is None or not (run.is_stepping and run.is_mixed and torch.is_grad_enabled()):
                 return plain(*args, **kwargs)
             given = batches.named_inputs(positions, args, kwargs)
             if given.get("return_dict") is False or given.get("past_key_values") is not None:
                 return plain(*args, **kwargs)
             answer = run.coroutine.wait_for(_Forward(path, given))
-            return plain(*args, **kwargs) if isinstance(answer, _Alone) else _leaves(run, answer)
+            return plain(*args, **kwargs) if answer is None else _leaves(run, answer)
 
         return forward
 
     def _outputs(self, asking: list[AdapterRun]) -> dict[AdapterRun, Any]:
-        """Return the outputs of the base model for each run that waits for them."""
+        """Return the outputs of the base model for the runs that can share a call of it."""
         # a run may have evaluated since the last step
         self.model.train()
         groups: dict[Any, list[AdapterRun]] = {}
         for run in asking:
             path, inputs = run.coroutine.request
-            groups.setdefault((path, kind_of(inputs, pads=True)), []).append(run)
+            groups.setdefault((path, kind_of(inputs)), []).append(run)
         answers: dict[AdapterRun, Any] = {}
-        for group in groups.values():
-            if len(group) == 1:
-                answers[group[0]] = _Alone()
-                continue
-            path = group[0].coroutine.request.path
+        for (path, _), group in groups.items():
             new = [run for run in group if path not in run.verified]
-            if new:
+            if new and len(group) > 1:
                 self._verify(group, new)
             mixed = [run for run in group if run.is_mixed]
-            answers |= {run: _Alone() for run in group if not run.is_mixed}
-            if len(mixed) == 1:
-                answers[mixed[0]] = _Alone()
-            elif mixed:
+            if len(mixed) > 1:
                 answers |= self._mixed(mixed)
         return answers
 
@@ -666,13 +640,16 @@ class MultiAdapterTrainer:
 
     def _call(self, group: list[AdapterRun]) -> tuple[Any, Joined]:
         plain = self._plain[group[0].coroutine.request.path]
-        joined = join([run.coroutine.request.inputs for run in group], _padding(self.model))
+        # without an id of padding, a mask hides it
+        padding = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        joined = join([run.coroutine.request.inputs for run in group], padding)
         names = [
             run.setup for run, p in zip(group, joined.pieces, strict=True) for _ in range(p.rows)
         ]
         inputs = joined.inputs
         plan, _ = batches.plan_of_call(self.model, inputs, names, one_head=True)
-        if inputs.get("use_cache") is None and "use_cache" in _parameters(plain):
+        takes = inspect.signature(plain).parameters
+        if inputs.get("use_cache") is None and "use_cache" in takes:
             inputs = {**inputs, "use_cache": False}
         with self.model._active.overridden(plan):
             return plain(**inputs), joined
@@ -685,15 +662,14 @@ class MultiAdapterTrainer:
         different outputs take turns.
         """
         path = group[0].coroutine.request.path
-        plain = self._plain[path]
+        context = group[0].trainer.compute_loss_context_manager()
         self.model.eval()
         why: dict[AdapterRun, str] = {}
-        with torch.no_grad(), torch.random.fork_rng(), ExitStack() as stack:
-            stack.enter_context(group[0].trainer.compute_loss_context_manager())
+        with torch.no_grad(), torch.random.fork_rng(), context:
             alone = {}
             for run in new:
                 with self.model._active.overridden(run.plan):
-                    alone[run] = plain(**run.coroutine.request.inputs)
+                    alone[run] = self._plain[path](**run.coroutine.request.inputs)
             mixed = list(group)
             while len(mixed) > 1:
                 try:
@@ -768,28 +744,21 @@ def _leaves(run: AdapterRun, outputs: Any) -> Any:
             call.append((t, known[id(t)]))
         return known[id(t)]
 
-    made = {
-        name: tuple(map(leaf, value)) if isinstance(value, tuple) else leaf(value)
-        for name, value in outputs.items()
-    }
     run.calls.append(call)
-    return type(outputs)(**made)
+    return type(outputs)(**tree_map(leaf, dict(outputs)))
 
 
 def _same(one: Any, two: Any) -> bool:
     """Return whether outputs are equal, up to the order of summation."""
-    for name, value in two.items():
-        pairs = (
-            zip(value, one[name], strict=True) if isinstance(value, tuple) else [(value, one[name])]
-        )
-        for a, b in pairs:
-            if not isinstance(a, Tensor) or not a.is_floating_point() or not a.numel():
-                continue
-            if a.shape != b.shape:
-                return False
-            limit = _TOLERANCE.get(a.dtype, _COARSE) * b.abs().max().clamp(min=1e-6)
-            if not bool((a - b).abs().max() <= limit):
-                return False
+    pairs = zip(*(tree_leaves([each[name] for name in two]) for each in (two, one)), strict=True)
+    for a, b in pairs:
+        if not isinstance(a, Tensor) or not a.is_floating_point() or not a.numel():
+            continue
+        if a.shape != b.shape:
+            return False
+        limit = _TOLERANCE.get(a.dtype, _COARSE) * b.abs().max().clamp(min=1e-6)
+        if not bool((a - b).abs().max() <= limit):
+            return False
     return True
 
 
@@ -797,8 +766,8 @@ def _average(parameters: list[nn.Parameter]) -> None:
     """Average the gradients over all processes, as DDP does."""
     if not parameters:
         return
-    has = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
-    counts = has.float()
+    known = [float(p.grad is not None) for p in parameters]
+    counts = torch.tensor(known, device=parameters[0].device)
     dist.all_reduce(counts)
     for parameter, count in zip(parameters, counts.tolist(), strict=True):
         if count:
@@ -811,13 +780,3 @@ def _average(parameters: list[nn.Parameter]) -> None:
 def _require_grad(parameters: Any, value: bool) -> None:
     for parameter in parameters:
         parameter.requires_grad_(value)
-
-
-def _padding(model: Any) -> int:
-    """Return the id of padding; 0 if there is none, since a mask hides it."""
-    config = model.config.get_text_config()
-    return int(getattr(config, "pad_token_id", None) or 0)
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters

@@ -1,17 +1,17 @@
-"""What adapters have of their own in place of a part of the model, and what is shared with heads.
+"""Parts of the model of which an adapter has its own copy, and parameters that heads share.
 
 *Copies of the static head* of a task class, one for each adapter that was trained with it. A copy
 belongs to the adapter that acts last, or to the fusion. Its layers are stored with the adapters,
-below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
-replicas of the model have them; the keys of the original stay those of the plain class. What is
-shared with the base model has no copies. The output layer of a language model, which is as large
-as the vocabulary, has one only for adapters whose `modules_to_save` name it.
+below the layers of the head (`classifier.adapters.<name>`), so copies, pickles, files and replicas
+of the model include them; the keys of the original stay those of the plain class. Parameters that
+the head shares with the base model have no copies. The output layer of a language model, which is
+as large as the vocabulary, has copies only for adapters whose `modules_to_save` name it.
 
-*Rows of the table of tokens* act in the output layers that are tied to the table too, those of
-heads included; a head that comes or goes ties and unties them.
+*Rows of the token table* also act in the output layers that are tied to the table, including those
+of heads. Adding or deleting a head ties or unties its output layer.
 
-*Tables of tokens* are shared by the modules that look tokens up, and by a head of the adapter's
-name.
+*Token tables* of an adapter are shared by the modules that look up tokens, and by the head with the
+adapter's name.
 
 Copies of layers in the base model (`modules_to_save`, norms, biases) are adapters like all others.
 """
@@ -39,7 +39,13 @@ from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, argument, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
-from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
+from adapterzoo.inject.building import (
+    at_hand,
+    layer_at,
+    own_parameters,
+    plain_modules,
+    plain_state,
+)
 from adapterzoo.inject.layers import is_quantized, packing_of, write_finite
 from adapterzoo.inject.parallel import parallel_forward
 from adapterzoo.methods._copies import ROWS, WITH_OUTPUTS, Table, tied_layers
@@ -64,10 +70,10 @@ _HELD = Contained.container
 
 
 def owner_of(part: object) -> str | None:
-    """Return the name under which a composition's copy is kept; None if it has none.
+    """Return the owner of the copy that a composition uses; None for the original head.
 
     Args:
-        part: of a composition; all rows of a batch take it.
+        part: a part of a composition that does not divide the batch.
     """
     while isinstance(part, Stack):
         part = part.children[-1]
@@ -77,17 +83,17 @@ def owner_of(part: object) -> str | None:
 
 
 def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
-    """Return the owners of the active heads, None for the original; base rows have none."""
+    """Return the owners of the active heads, None for the original; base rows have no owner."""
     if setup is None:
         return ()
     return tuple(dict.fromkeys(owner_of(p) for p in parts_of(setup)[0] if p is not None))
 
 
 def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return the layers of a static head that can have copies, by path; none in a base model.
+    """Return the layers of a static head that can have copies, by path; none for a base model.
 
-    A layer is the smallest module that computes with its tensors alone: what is below it belongs
-    to it.
+    A layer is the smallest module that computes only with its own tensors and those of the modules
+    below it.
     """
     found: dict[str, nn.Module] = {}
     if model._has_named_heads or model._backbone is cast("nn.Module", model):
@@ -105,16 +111,16 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own parameters and those of its buffers that are saved."""
+    """Yield the module's own parameters and its persistent buffers."""
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and key not in module._non_persistent_buffers_set:
             yield key, tensor
 
 
 def shared_ids(model: AdaptedModel) -> set[int]:
-    """Return the ids of tensors that have no copies: base model and vocabulary output layer."""
+    """Return the ids of tensors without copies: those of the base model and the output layer."""
     output = output_embeddings_of(model)
-    # not the state dict of the base model, which has all that its adapters have
+    # not the state dict of the base model, which includes its adapters
     found = {id(p) for p in own_parameters(model._backbone)}
     return found | ({id(p) for p in output.parameters()} if output is not None else set())
 
@@ -132,10 +138,10 @@ def _layer(model: AdaptedModel, path: str) -> nn.Module:
 
 
 def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]:
-    """Return copies of the layers of the original head, perhaps with a language model's output.
+    """Return copies of the layers of the original head, optionally of the output layer too.
 
     Raises:
-        StateError: one is quantized, or split over processes.
+        StateError: a layer is quantized, or split over processes.
     """
     found = layers_of(model)
     if with_output and (path := output_path(model)) is not None:
@@ -143,9 +149,8 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
     for path, layer in found.items():
         if any(is_quantized(part) for _, part in plain_modules(layer)):
             raise StateError(
-                f"{path!r} of the head is quantized and cannot be trained. Name it in the "
-                f"quantization config: modules_to_not_convert=[{path!r}] (bitsandbytes: "
-                f"llm_int8_skip_modules)."
+                f"{path!r} of the head is quantized and cannot be trained. Load the model with "
+                f"modules_to_not_convert=[{path!r}] (bitsandbytes: llm_int8_skip_modules)."
             )
         if parallel_forward(layer) is not None:
             raise StateError(
@@ -158,13 +163,13 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, Adapted):
-        # leave out the other copies, and share the link to the model
+        # without the other copies, and with the same link to the model
         memo = {id(layer._link): layer._link}
         memo |= {id(layer._modules[name]): AdapterDict() for name in layer._link.containers}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
-        # accelerate's hooks on the layer run around its copies, too
+        # accelerate's hooks on the layer also run around its copies
         vars(twin).pop(hook, None)
     if isinstance(twin, Adapted):
         discard(twin)
@@ -172,12 +177,12 @@ def _copied(layer: nn.Module) -> nn.Module:
 
 
 def put(model: AdaptedModel, owner: str, layers: Mapping[str, nn.Module]) -> None:
-    """Give an adapter its own head, replacing the one that it has; then plans are made anew.
+    """Give an adapter its own head, replacing an earlier one; the caller then makes plans anew.
 
     Args:
-        model: with adapters.
-        owner: of the head, see `owner_of`.
-        layers: by path; see `made`.
+        model: a model with adapters.
+        owner: the owner of the head, see `owner_of`.
+        layers: the layers of the head by path, see `made`.
     """
     take(model, owner)
     for path, layer in layers.items():
@@ -187,25 +192,25 @@ def put(model: AdaptedModel, owner: str, layers: Mapping[str, nn.Module]) -> Non
 
 
 def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
-    """Take an adapter's head out of the model, if it has one.
+    """Take an adapter's own head, if it has one, out of the model.
 
     Args:
-        model: with adapters.
-        owner: of the head.
+        model: a model with adapters.
+        owner: the owner of the head.
 
     Returns:
-        Its layers by path.
+        The layers of the head by path.
     """
     paths = model._adapter_state.copies.pop(owner, ())
     return {path: inject.take(_layer(model, path), owner) for path in paths}
 
 
 def layers_with(model: AdaptedModel, *owners: str | None) -> dict[str, nn.Module]:
-    """Return the layers of the last own head of some adapters by path; none if they have none.
+    """Return the head of the last of these owners that has one: its layers by path.
 
     Args:
-        model: with adapters.
-        *owners: of the heads.
+        model: a model with adapters.
+        *owners: owners of heads, or None.
     """
     paths = model._adapter_state.copies
     owner = next((o for o in reversed(owners) if o is not None and o in paths), "")
@@ -217,12 +222,12 @@ def trained(
 ) -> Iterator[nn.Parameter]:
     """Yield the parameters of the active heads.
 
-    If no single adapter acts last, as in an `Average`, the original is used.
+    If no single adapter acts last, as in an `Average`, the original head is active.
 
     Args:
-        model: with adapters.
-        setup: that is active.
-        gives_heads: whether an adapter without a copy gets one here.
+        model: a model with adapters.
+        setup: the active composition.
+        gives_heads: whether to give adapters without a copy one first.
     """
     for owner in owners_of(setup):
         if owner is None:
@@ -237,31 +242,31 @@ def trained(
 
 
 def fitted(layer: nn.Module, own: nn.Module) -> nn.Module:
-    """Return the copy of a layer in the size that the layer has now.
+    """Return the copy of a layer, resized to the shapes that the layer has now.
 
-    What the copy does not have gets the values of the layer.
+    New entries get the values of the layer.
 
     Args:
-        layer: of the model.
+        layer: the layer in the model.
         own: the copy.
     """
-    mine = own.state_dict(keep_vars=True)
-    if all(tensor.shape == mine[key].shape for key, tensor in _state(layer).items()):
+    mine = plain_state(own)
+    if all(tensor.shape == mine[key].shape for key, tensor in plain_state(layer).items()):
         return own
     wide = _copied(layer).train(own.training)
-    for key, parameter in wide.named_parameters():
-        parameter.data = parameter.data.to(mine[key].dtype)
-        parameter.requires_grad_(mine[key].requires_grad)
     with torch.no_grad():
-        for key, tensor in wide.state_dict(keep_vars=True).items():
-            sizes = zip(tensor.shape, mine[key].shape, strict=True)
-            both = tuple(slice(min(pair)) for pair in sizes)
-            tensor[both] = mine[key][both]
+        for key, tensor in plain_state(wide).items():
+            old = mine[key]
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(old.dtype)
+                tensor.requires_grad_(old.requires_grad)
+            both = tuple(map(slice, map(min, tensor.shape, old.shape)))
+            tensor[both] = old[both]
     return wide
 
 
 def modules_with(model: AdaptedModel, name: str) -> list[nn.Module]:
-    """Return the modules of heads that move with an adapter: its copy, or the head of its name."""
+    """Return the head layers that move with an adapter: its copies, or the head with its name."""
     own = heads_of(model).get(name)
     return [*layers_with(model, name).values(), *([] if own is None else [own])]
 
@@ -273,8 +278,8 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, SiteStep]:
     """Return the step of each layer of the head.
 
     Args:
-        model: with adapters.
-        parts: of a composition, one for each kind of rows.
+        model: a model with adapters.
+        parts: the composition of each kind of row.
     """
     copies = model._adapter_state.copies
     if not copies:
@@ -293,8 +298,8 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
     """Return the tensors of a static head by their keys in the task class.
 
     Args:
-        model: with adapters.
-        owner: of the head; where it has no copy, the original's are returned. None: the original.
+        model: a model with adapters.
+        owner: the owner of the head; layers without a copy are the original's. None: the original.
     """
     if model._has_named_heads or model._backbone is cast("nn.Module", model):
         return {}
@@ -310,7 +315,7 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
     """Check that the head of the last of these adapters that has one can be merged.
 
     Raises:
-        StateError: it has the output layer, and that of the model is tied.
+        StateError: it includes the output layer, which is tied to the embeddings in the model.
     """
     own = layers_with(model, *names)
     if own and (path := output_path(model)) in own:
@@ -324,30 +329,30 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
 
 @torch.no_grad()
 def merge(model: AdaptedModel, undo: ExitStack) -> None:
-    """Write the head of the last merged adapter that has one into the original.
+    """Write the head of the last merged adapter that has one into the original head.
 
     Args:
-        model: with merged adapters.
-        undo: gets what restores the head.
+        model: a model with merged adapters.
+        undo: gets a callback that restores the original head.
 
     Raises:
         StateError: a value is not finite in the dtype of the original.
     """
     state = model._adapter_state
     for path, mine in layers_with(model, *state.merged).items():
-        original = _state(_layer(model, path))
+        original = plain_state(_layer(model, path))
         before = {key: t.detach().clone() for key, t in original.items()}
         undo.callback(restore, original, before)
         state.head.setdefault(path, before)
-        for key, tensor in mine.state_dict().items():
-            write_finite(original[key], tensor, f"the merged {key} at {path!r}")
+        for key, tensor in plain_state(mine).items():
+            write_finite(original[key], tensor.detach(), f"the merged {key} at {path!r}")
 
 
 @torch.no_grad()
 def reset(model: AdaptedModel) -> None:
     """Restore the original head bit for bit."""
     for path, tensors in model._adapter_state.head.items():
-        restore(_state(_layer(model, path)), tensors)
+        restore(plain_state(_layer(model, path)), tensors)
     model._adapter_state.head.clear()
 
 
@@ -357,24 +362,19 @@ def restore(own: Mapping[str, Tensor | None], values: Mapping[str, Tensor]) -> N
         cast("Tensor", own[key]).copy_(value)
 
 
-def _state(layer: nn.Module) -> dict[str, Tensor]:
-    state = layer.state_dict(keep_vars=True)
-    held = (
-        tuple(f"{name}." for name in layer._link.containers) if isinstance(layer, Adapted) else ()
-    )
-    return {key: t for key, t in state.items() if not key.startswith(held)}
-
-
 @torch.no_grad()
 def combined(
     model: AdaptedModel, names: Sequence[str], weights: Sequence[float]
 ) -> dict[str, nn.Module]:
-    """Return the head of an average: θ₀ + Σ wᵢ (θᵢ − θ₀), with θ₀ the original; or nothing.
+    """Return the head of an average: θ₀ + Σ wᵢ (θᵢ − θ₀), with θ₀ the original head.
 
     Args:
-        model: with adapters.
-        names: of the adapters.
-        weights: one for each.
+        model: a model with adapters.
+        names: names of the adapters.
+        weights: one weight for each adapter.
+
+    Returns:
+        The layers of the head by path; empty if no adapter has its own head.
     """
     theirs = [layers_with(model, name) for name in names]
     if not any(theirs):
@@ -394,7 +394,7 @@ def combined(
 
 
 def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
-    """Return the paths of the embeddings whose adapter acts in tied output layers too."""
+    """Return the paths of the embeddings whose adapter also acts in tied output layers."""
     record = model._adapter_state.records.get(name)
     if record is None or record.located.keys().isdisjoint(WITH_OUTPUTS):
         return ()
@@ -402,10 +402,10 @@ def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 
 
 def update_rows(model: AdaptedModel) -> bool:
-    """Let the output layers that are tied to a table have its rows, and no others.
+    """Put rows of adapters into the output layers tied to their table, and take all others out.
 
     Returns:
-        Whether something has changed, so that plans have to be made anew.
+        Whether anything has changed, so that the caller must make plans anew.
     """
     names = [name for name in model._adapter_state.records if rows_of(model, name)]
     state = model._adapter_state
@@ -433,7 +433,7 @@ def update_rows(model: AdaptedModel) -> bool:
 
 
 def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
-    """Return whether the rows of an adapter act in every module that shares the table at a path."""
+    """Return whether an adapter's rows act in all modules that share the table at a path."""
     if path not in rows_of(model, name):
         return False
     weight = layer_in(model, path)._parameters["weight"]
@@ -445,11 +445,11 @@ def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
 def row_steps(
     model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]
 ) -> dict[str, SiteStep]:
-    """Return the steps of the output layers.
+    """Return the steps of the output layers that have rows of adapters.
 
     Args:
-        model: with adapters.
-        parts: of a composition, one for each kind of rows.
+        model: a model with adapters.
+        parts: the composition of each kind of row.
         acting: names of the adapters that act.
     """
     found: dict[str, SiteStep] = {}
@@ -464,7 +464,7 @@ def row_steps(
 
 
 def _adapters_at(model: AdaptedModel, path: str) -> Mapping[str, Any]:
-    """Return the adapters of a layer by name; none where it is plain, or gone with its head."""
+    """Return the adapters of a layer by name; empty if the layer is plain, or deleted."""
     try:
         layer = _layer(model, path)
     except (AttributeError, KeyError):
@@ -472,21 +472,21 @@ def _adapters_at(model: AdaptedModel, path: str) -> Mapping[str, Any]:
     return adapters_of(layer) if isinstance(layer, Adapted) else {}
 
 
-# --- tables of tokens, and what is tied ---
+# --- token tables, and ties ---
 
 
 LOCATION = "embeddings"
-"""Where an adapter has a table of tokens of its own."""
+"""The location of an adapter's own token table."""
 
 
 def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
-    """Return the paths of the embeddings for which an adapter has a table; they share one."""
+    """Return the paths of the embeddings that an adapter's own table replaces."""
     record = model._adapter_state.records.get(name)
     return () if record is None else record.located.get(LOCATION, ())
 
 
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
-    """Return the table of an adapter; None if it has none or the adapter is unknown."""
+    """Return an adapter's own table; None if it has none, or the adapter is unknown."""
     for path in tables_of(model, name):
         found = adapters_of(layer_in(model, path))
         return cast("nn.Parameter", cast("Table", found[name]).table.weight)
@@ -494,15 +494,12 @@ def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
 
 
 def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
-    """Return the parameters that heads may share: id → name in the model.
-
-    They are those of the base model, and the tables of adapters.
-    """
+    """Return the parameters that heads may share, of the base model and of tables: id → name."""
     start, found = base_prefix(model), dict[int, str]()
     for path, module in plain_modules(model._backbone):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                # the first name of a parameter with several
+                # a parameter may have several names: the first one counts
                 found.setdefault(id(parameter), f"{start}{path}.{name}" if path else start + name)
     for name in model._adapter_state.records:
         for path in tables_of(model, name)[:1]:
@@ -512,7 +509,7 @@ def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
 
 
 def ties(model: AdaptedModel) -> dict[str, str]:
-    """Map state-dict keys of shared parameters to the keys of those that they share."""
+    """Return the state-dict keys of parameters that repeat another one → its key."""
     state = model._adapter_state
     own = [name for name in state.records if tables_of(model, name) or rows_of(model, name)]
     keyed: list[tuple[str, nn.Parameter]] = []
@@ -535,15 +532,15 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
     """Tell transformers which parameters are shared.
 
     Args:
-        model: with adapters.
-        name: of an adapter that was added or removed; None: something else has changed.
+        model: a model with adapters.
+        name: the adapter that was added or removed; None: something else has changed.
     """
     own, state = cast("Any", model), model._adapter_state
     before = state.tied
     # absent until transformers has finished the constructor
     listed = vars(own).get("all_tied_weights_keys")
     if name is not None:
-        # most adapters share nothing, and the fiftieth must cost no more than the first
+        # most adapters share nothing, and adding the fiftieth must cost no more than the first
         was_tied = any(f".{name}." in f"{key} {other}" for key, other in before.items())
         shares = any(name in group for group in state.sharing.values())
         if not (was_tied or shares or tables_of(model, name) or rows_of(model, name)):
@@ -554,7 +551,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         # transformers reads these as patterns
         patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
         known = type(own)._tied_weights_keys
-        # classes for transformers 4 have a list, without the keys of what is shared
+        # classes written for transformers 4 have a list, without the keys that are shared
         own._tied_weights_keys = {**(known if isinstance(known, Mapping) else {}), **patterns}
     if listed is not None:
         for key in before:
@@ -564,7 +561,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
 
 
 def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
-    """Note that adapters share no parameters; a group of one is none."""
+    """Remove adapters from the groups that share parameters; a group of one is deleted."""
     sharing = model._adapter_state.sharing
     for group, members in list(sharing.items()):
         left = tuple(name for name in members if name not in names)
@@ -574,11 +571,11 @@ def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
                 sharing[group] = left
 
 
-# --- adapters that have the size of the table ---
+# --- adapters whose size depends on the table ---
 
 
 def at_table(model: AdaptedModel, places: Mapping[str, Sequence[Placement]]) -> list[str]:
-    """Return the paths at which an adapter has the size of the active table of tokens."""
+    """Return the paths at which an adapter's size is that of the active token table."""
     kinds = {path: {p.site.kind for p in placements} for path, placements in places.items()}
     paths = [p for p, kind in kinds.items() if "embedding" in kind or p.startswith(HEAD)]
     table = token_table(model) if paths else None
@@ -589,10 +586,10 @@ def at_table(model: AdaptedModel, places: Mapping[str, Sequence[Placement]]) -> 
 def refuse_own_size(
     model: AdaptedModel, name: str, places: Mapping[str, Sequence[Placement]]
 ) -> None:
-    """Refuse an adapter of the model's own table where other embeddings are active.
+    """Refuse an adapter of the model's own table while other embeddings are active.
 
     Raises:
-        StateError: it adapts the table.
+        StateError: the adapter is one.
     """
     active = model._adapter_state.embeddings
     if active != DEFAULT_EMBEDDINGS and (found := at_table(model, places)):
@@ -606,15 +603,15 @@ def refuse_own_size(
 def refuse_both(
     model: AdaptedModel, places: Mapping[str, Sequence[Placement]], head: Iterable[str] = ()
 ) -> None:
-    """Refuse an adapter that changes an output layer of which it has a copy, or rows.
+    """Refuse an adapter that changes an output layer and also has a copy or rows of it.
 
     Args:
-        model: with adapters.
-        places: of the adapter.
-        head: paths of the layers of the head of which it has a copy.
+        model: a model with adapters.
+        places: the places of the adapter.
+        head: paths of the head's layers of which it has a copy.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the adapter is one.
     """
     outputs = [path for path in places if path.startswith(HEAD)]
     rows = [path for path, ps in places.items() if any(p.location == ROWS for p in ps)]
@@ -628,18 +625,18 @@ def refuse_both(
             )
 
 
-# --- names of layers of the head in the config of a new adapter ---
+# --- names of head layers in the config of a new adapter ---
 
 
 def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
-    """Return a config without names of the head, and whether the adapter has its output layer.
+    """Return a config without names of head layers, and whether the output layer gets a copy.
 
-    The head is trained whole, with a copy for each adapter, except for the layer onto the
+    The head is trained as a whole, with a copy for each adapter, except for the layer onto the
     vocabulary, which may have adapters.
 
     Args:
-        model: with adapters.
-        config: of a new adapter.
+        model: a model with adapters.
+        config: the config of a new adapter.
 
     Raises:
         SiteError: the config names other layers of the head, which PEFT would adapt.
@@ -665,7 +662,7 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
             mine = [part for part in parts if any(matches(path, part) for path in apart)]
             there = [*base, *adapted]
             kept = [p for p in parts if p not in mine or any(matches(path, p) for path in there)]
-            # without any targets there would be the default ones
+            # no targets at all would mean the default ones
             if len(kept) < len(parts) and (kept or field != "target_modules"):
                 changes[field] = tuple(name for part in kept for name in part) or None
         own = member.replace(**changes) if changes else member
@@ -676,7 +673,7 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
 
 
 def _parts(config: AdapterConfig, field: str) -> list[str | tuple[str]]:
-    """Return the names of layers in a field one by one; a string is one pattern."""
+    """Return the names of layers in a field, one by one; a string is a single pattern."""
     wanted = config.get(field) or ()
     return [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
 
@@ -684,13 +681,13 @@ def _parts(config: AdapterConfig, field: str) -> list[str | tuple[str]]:
 def _of_base(
     model: AdaptedModel, config: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
 ) -> AdapterConfig:
-    """Return a config whose `target_modules` are no layers of the head, in PEFT too.
+    """Return a config whose `target_modules` name no layers of the head, even as PEFT reads them.
 
     Args:
-        model: with adapters.
-        config: of the user.
-        own: the same without names that only the head has.
-        head: the modules of the head that have no adapters, by path.
+        model: a model with adapters.
+        config: the user's config.
+        own: the same config without names that occur only in the head.
+        head: the modules of the head that get no adapters, by path.
 
     Raises:
         SiteError: PEFT would adapt layers or parameters of the head.
@@ -704,16 +701,16 @@ def _of_base(
     wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     layers = [path for path, module in head.items() if module._parameters and matches(path, wanted)]
     if config.get("layers_to_transform") is not None:
-        # for a layer outside of blocks PEFT needs its whole path then
+        # PEFT then needs the whole path of a layer outside blocks
         layers = [path for path in layers if path in wanted]
     if layers and not (names and theirs):
         alone = own.replace(target_parameters=None) if asked else own
         placements = alone.below(base_prefix(model), model.anatomy).placements(model.anatomy)
         sites = [placement.site for placement in placements]
-        # what is trained whole has no adapter beside
+        # layers that are trained in full get no adapters
         names = names_of(model, (s for s in sites if shown(s.path) not in head))
         own = own.replace(target_modules=names)
-        # PEFT does not adapt what is trained whole
+        # PEFT does not adapt them either
         saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
         theirs = [p for p in layers if not matches(p, excluded) and not f"{p}.".startswith(saved)]
         field = "target_modules"
@@ -726,7 +723,7 @@ def _of_base(
 
 
 def names_of(model: AdaptedModel, sites: Iterable[Site]) -> str | list[str]:
-    """Return the value of `target_modules` that names these layers and no others of the model."""
+    """Return a value of `target_modules` that names these layers and no others."""
     chosen = list(dict.fromkeys(site.path for site in sites))
     layers = (site.path for site in (*model.anatomy, *model.anatomy.others))
     every = dict.fromkeys((*layers, *(path for path, _ in outside(model) if path)))

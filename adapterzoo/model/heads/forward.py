@@ -1,6 +1,6 @@
 """The forward of a model with named heads: take the labels, run the base model and the heads.
 
-A call is a record that each head gets, of all rows of the batch or of its own.
+Each head gets a record of the call, for all rows of the batch or for its own.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ Heads = Mapping[str, PredictionHead]
 """The active heads by name."""
 
 
-# arguments of `forward` that belong to heads of any type
+# arguments of `forward` for heads of any type
 COMMON = ("logits_to_keep", "num_items_in_batch")
-
-
-# what heads on features have under names of their own
+# arguments that `Call.features` reads, for the tokens that have hidden states
 _FEATURES = ("attention_mask", "input_ids")
 
 
@@ -51,18 +49,18 @@ _FEATURES = ("attention_mask", "input_ids")
 
 
 class BaseCall:
-    """The base model in one call; its other attributes are those of the model's own.
+    """The base model in one call; its other attributes are those of the base model.
 
     Attributes:
-        outputs: of the last run; None before it has run.
+        outputs: the outputs of the last run; None before it.
     """
 
     def __init__(self, model: Any, outputs: ModelOutput | None = None) -> None:
-        """Keep the model.
+        """Store the model.
 
         Args:
-            model: with named heads.
-            outputs: what every call returns; None: each call runs the base model.
+            model: a model with named heads.
+            outputs: the outputs that every call returns; None: each call runs the base model.
         """
         self._model = model
         self._is_fixed = outputs is not None
@@ -75,7 +73,7 @@ class BaseCall:
         return cast("ModelOutput", self.outputs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model's own base model."""
+        """Return an attribute of the base model."""
         return getattr(self._model.base_model, name)
 
 
@@ -84,13 +82,13 @@ class Call:
     """One call of a model as its heads see it; see `PredictionHead.answer`.
 
     Attributes:
-        model: with named heads.
-        name: of the head; empty before there is one.
-        base: the base model, for these rows.
+        model: the model with named heads.
+        name: name of the head; empty before a head is chosen.
+        base: the base model, for the rows of this call.
         inputs: arguments of the base model, for all rows.
         given: labels and other arguments of heads.
-        rows: as the adapters divide them.
-        part: the rows of the head, as a part of the batch; None: all.
+        rows: the rows of the batch as the adapters divide them.
+        part: the number of the head's part of the batch, and the batch; None: all rows.
     """
 
     model: Any
@@ -102,12 +100,12 @@ class Call:
     part: tuple[int, RowMap] | None = None
 
     def on(self, part: int, name: str, rows: RowMap, own: set[str]) -> Call:
-        """Return the call of a head on one part of the rows; the base model has run.
+        """Return the call of a head on one part of the rows, after the base model has run.
 
         Args:
-            part: its number.
-            name: of the head.
-            rows: of the batch.
+            part: number of the part.
+            name: name of the head.
+            rows: the rows of the batch.
             own: arguments that may be dicts from names of heads to tensors, each for the whole
                 batch or for the head's rows.
 
@@ -142,7 +140,7 @@ class Call:
         """Return the call of a head on all rows; `Parallel` has repeated the batch."""
         rows, given = self.rows, {**self.given}
         if rows is not None and rows.copies > 1:
-            # those that have all rows already do not change
+            # tensors that already have all rows do not change
             batch = len(rows.index) // rows.copies
             given = {key: repeated(t, rows.copies, batch, key) for key, t in given.items()}
         return replace(self, name=name, given=given)
@@ -151,7 +149,7 @@ class Call:
 
     @property
     def at_exit(self) -> Callable[[Tensor], Tensor] | None:
-        """The inverse of the invertible adapters; None without any."""
+        """The inverse of the active invertible adapters; None without any."""
         plan = self.model._active.plan
         if plan.exit is None:
             return None
@@ -164,7 +162,7 @@ class Call:
         as one for each kind of layer, which `generate` makes for a static cache.
 
         Args:
-            pooling: of the head; decides what it reads.
+            pooling: the head's pooling, which decides what it reads.
 
         Raises:
             StateError: the model did not compute what the head needs.
@@ -176,7 +174,7 @@ class Call:
             what = f"{type(self.model).__name__} computes no {needed}, which the head reads"
             raise StateError(f"{what}. Add a head with another pooling.")
         if pooling == "pooler":
-            # a CNN's has two more dimensions, of size 1
+            # that of a CNN has two more dimensions, of size 1
             return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
         hidden = cast("Tensor", outputs["last_hidden_state"])
         if hidden.dim() == 4:
@@ -206,18 +204,18 @@ class Call:
         return hidden, fitting
 
     def output(self, name: str, loss: Tensor | None, values: Mapping[str, Tensor]) -> ModelOutput:
-        """Return an output of a class of transformers, with the base model's outputs.
+        """Return an output in a class of transformers, with the base model's outputs.
 
         Args:
-            name: of the class.
-            loss: None without labels.
-            values: its other fields.
+            name: name of the class.
+            loss: the loss; None without labels.
+            values: the other fields from the head.
         """
         outputs = cast("ModelOutput", self.base.outputs)
         return head_output(name, {"loss": loss, **values}, outputs)
 
     def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the arguments that a task class takes.
+        """Return the arguments for a task class.
 
         Args:
             function: the forward of the class.
@@ -251,20 +249,20 @@ def forward(
     """Run the base model and the heads; the plan of the call is already active.
 
     Args:
-        model: with named heads.
+        model: a model with named heads.
         inputs: arguments of `forward` by name.
-        head: which heads; None for the active ones.
+        head: the heads; None: the active ones.
         return_dict: False for tuples.
-        times: how often the batch is repeated.
+        times: number of copies of the batch.
 
     Raises:
-        BatchError: the heads are those of another number of rows.
-        StateError: the heads cannot compute with these labels.
+        BatchError: the heads are for another number of rows.
+        StateError: no head takes these labels, or one cannot count added tokens.
     """
     active = named.chosen(model, head)
     used = named.heads_by_name(model, active)
     legal, count = len(active.rows or ()), batch_size(inputs) * times
-    # in `generate` each row may stand for several beams
+    # in `generate`, each row may have several beams
     in_generate = model._active.call.generation is not None
     if legal and (count % legal if in_generate else count != legal):
         raise BatchError(f"the heads are {active.setup!r}; a batch has {count} rows, not {legal}.")
@@ -282,7 +280,7 @@ def forward(
 
     if model._active.plan.prompts is None:
         return run(inputs, labels)
-    # the sequences are longer by the tokens that adapters add
+    # adapters add tokens to the sequences
     for each in used.values():
         if each.config.inputs:
             raise StateError(
@@ -293,18 +291,17 @@ def forward(
     call = recorded_call(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
     with call as (_, given):
         wide = {name: given[name] for name in given if name not in labels}
-        for name in labels:
-            labels[name] = given[name]
+        labels |= {name: given[name] for name in labels}
         if read is not None:
             labels["input_ids"] = wide["input_ids"] if read is inputs.get("input_ids") else read
         return run(wide, labels)
 
 
 def _check_owner(model: Any, names: tuple[str, ...]) -> None:
-    """Refuse the head of one adapter of a `Parallel` for the copies of the others.
+    """Refuse to use the head of one adapter in a `Parallel` for the other adapters too.
 
     Raises:
-        CompositionError: there is one head, and it has the name of one of several adapters.
+        CompositionError: a single head is active, and it has the name of one of the adapters.
     """
     plan = model._active.plan
     if len(names) > 1 or plan.rows is None or plan.rows.copies < 2:
@@ -318,18 +315,18 @@ def _check_owner(model: Any, names: tuple[str, ...]) -> None:
 
 
 def label_arguments() -> tuple[str, ...]:
-    """Return the arguments of `forward` that heads of the known types take, labels among them."""
+    """Return the arguments of `forward`, labels included, that heads of all known types take."""
     names = [n for cls in head_types.values() for n in (*cls.label_names, *cls.inputs)]
     return tuple(dict.fromkeys(names))
 
 
 def _by_head(given: dict[str, Any], used: Heads, names: tuple[str, ...]) -> None:
-    """Turn lists with a value for each active head into dicts, in place.
+    """Convert lists with a value for each active head to dicts, in place.
 
     Raises:
         ConfigError: a list does not fit the heads.
     """
-    # task classes take lists themselves, such as one dict for each image
+    # task classes may take lists as they are, such as one dict for each image
     if any(head.calls_base for head in used.values()):
         return
     for field in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
@@ -354,7 +351,7 @@ def _take_labels(
     taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *COMMON) if n in inputs}
     _by_head(taken, used, names)
     for field, value in taken.items():
-        # a misspelled name would leave a head untrained without an error
+        # a misspelled name would silently leave a head untrained
         for name in value if isinstance(value, Mapping) else ():
             if name not in model.heads:
                 what = f"forward({field}={{{name!r}: …}})"
@@ -395,12 +392,12 @@ def forward_head(
     return_dict: bool | None,
     given: dict[str, Any],
 ) -> Any:
-    """Run heads on the outputs of the base model.
+    """Run heads on outputs of the base model.
 
     Args:
-        model: with named heads.
-        outputs: of the base model.
-        head: which heads; None for the active ones.
+        model: a model with named heads.
+        outputs: the outputs of the base model.
+        head: the heads; None: the active ones.
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
@@ -423,10 +420,10 @@ def _answer(
     """Run the base model, unless it has run, and the heads.
 
     Args:
-        model: with named heads.
+        model: a model with named heads.
         base: its base model.
         active: the heads of the call.
-        heads: the same by name.
+        heads: the same heads by name.
         return_dict: False for tuples.
         inputs: arguments of the base model.
         given: labels and other arguments of heads.
@@ -444,7 +441,7 @@ def _answer(
         results = [only.answer(call.of(name))]
     else:
         if base.outputs is None:
-            # a head that makes the arguments of the base model itself
+            # a head that builds the arguments of the base model itself
             caller = next((name for name, head in heads.items() if head.calls_base), None)
             if caller is None:
                 base(**inputs)
@@ -478,7 +475,7 @@ def _answer_on_rows(
     parts = [cast("ModelOutput", each.base.outputs) for each in calls]
     idle = [p for n in heads.keys() - {*names} for p in heads[n].parameters() if p.requires_grad]
     if idle and torch.is_grad_enabled():
-        # gives the heads without rows a gradient of zeros, which DDP would wait for
+        # gives heads without rows a gradient of zeros, since DDP waits for one
         i = next((i for i, each in enumerate(results) if each.get("loss") is not None), 0)
         for key, value in [*results[i].items()]:
             if isinstance(value, Tensor) and value.is_floating_point() and key not in parts[i]:
@@ -491,7 +488,7 @@ def _answer_on_rows(
     return results, [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(names))]
 
 
-# --- inputs of the base model and of heads ---
+# --- inputs of decoders, and masks ---
 
 
 def decoder_labels(
@@ -502,7 +499,7 @@ def decoder_labels(
     Args:
         heads: the active heads by name.
         given: arguments of `forward`; an argument may be a dict from names of heads to labels.
-        copies: how often the batch is repeated, once for each head if `Parallel` is active.
+        copies: number of copies of the batch, one for each head if `Parallel` is active.
 
     Returns:
         `[copies · batch, tokens]`.
@@ -529,13 +526,13 @@ def decoder_labels(
 
 
 def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
-    """Add the decoder's inputs, the labels shifted by one, unless the caller gave them; in place.
+    """Add the decoder's inputs, the labels shifted by one, in place, unless the caller gives them.
 
     Args:
         model: an encoder–decoder.
-        inputs: of the base model.
-        labels: `[rows, tokens]` of a sequence-to-sequence head; None: the encoder's tokens are
-            shifted instead.
+        inputs: arguments of the base model.
+        labels: the labels `[rows, tokens]` of a sequence-to-sequence head; None: the encoder's
+            tokens are shifted instead.
     """
     if labels is not None:
         inputs.setdefault("use_cache", False)
@@ -550,7 +547,7 @@ def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> N
 
 def _shifted(config: Any, ids: Tensor) -> Tensor:
     text = text_config(config)
-    # a composite config may have its own token: its parts are separate models
+    # a composite config may have a token of its own, since its parts are separate models
     asked = [(config, "decoder_start_token_id"), (text, "decoder_start_token_id"),
              (text, "bos_token_id")]  # fmt: skip
     found = (getattr(place, field, None) for place, field in asked)
@@ -567,12 +564,12 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
 
 
 def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
-    """Return the mask of the tokens that have hidden states; None if it is unknown."""
+    """Return the mask for the tokens that have hidden states; None if it is unknown."""
     tokens = hidden.shape[1]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     if mask.shape[1] > tokens:
-        # audio models shorten the sequence, and have a method of their own for the mask
+        # audio models shorten the sequence, and have a method that shortens the mask
         shortened = getattr(model.base_model, "_get_feature_vector_attention_mask", None)
         if shortened is not None:
             return cast("Tensor", shortened(tokens, mask))
@@ -581,7 +578,7 @@ def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
     return mask if mask.shape[1] == tokens else None
 
 
-# --- batches whose rows go to different heads ---
+# --- batches with different heads for different rows ---
 
 
 def head_rows(
@@ -590,8 +587,8 @@ def head_rows(
     """Return each head once, and the rows of each; None if every head gets all rows.
 
     Args:
-        heads: one for each part of the batch, one for each copy of it, or any number for all rows.
-        rows: of the batch, as the adapters divide it.
+        heads: a head for each part of the batch, one for each copy of it, or any number for all.
+        rows: the rows of the batch as the adapters divide them.
         together: whether to join the outputs of a `BatchSplit` of heads.
 
     Raises:
@@ -629,17 +626,17 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
     """Return the base model's outputs for the rows of one part.
 
     Args:
-        part: its number.
-        rows: of the batch.
-        outputs: of the base model. A cache cannot be divided: it stays whole if the heads' outputs
-            are joined, else it is left out.
+        part: number of the part.
+        rows: the rows of the batch.
+        outputs: the outputs of the base model. A cache cannot be divided: it stays whole if the
+            heads' outputs are joined, and is left out if not.
     """
     taken: dict[str, Any] = {}
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             taken[name] = rows.take(part, value) if value.dim() else value
         elif isinstance(value, tuple):
-            # memories may have tokens before rows
+            # in memories, tokens may come before rows
             taken[name] = tuple(
                 rows.take(part, t) if t.dim() and t.shape[0] % len(rows.index) == 0 else t
                 for t in value
@@ -656,20 +653,19 @@ def joined(
     rows: RowMap,
     outputs: ModelOutput,
 ) -> ModelOutput | None:
-    """Return one output for the whole batch in row order; None if kinds or shapes differ.
+    """Return one output for the whole batch in row order; None if classes or shapes differ.
 
     Args:
-        results: of each head on its rows.
-        parts: of the base model, for the rows of each.
-        rows: of the batch.
-        outputs: of the base model, for all rows.
+        results: the output of each head on its rows.
+        parts: the base model's outputs for the rows of each head.
+        rows: the rows of the batch.
+        outputs: the base model's outputs for all rows.
     """
-    first = results[0]
-    keys = [[key for key in each if key != "loss"] for each in results]
-    if any(type(each) is not type(first) for each in results) or any(k != keys[0] for k in keys):
+    cls, keys = type(results[0]), [key for key in results[0] if key != "loss"]
+    if any(type(each) is not cls or [k for k in each if k != "loss"] != keys for each in results):
         return None
     whole: dict[str, Any] = {}
-    for key in keys[0]:
+    for key in keys:
         values = [each[key] for each in results]
         if all(value is part.get(key) for value, part in zip(values, parts, strict=True)):
             whole[key] = outputs[key]
@@ -682,10 +678,10 @@ def joined(
             return None
         put = tuple(rows.put([*column]) for column in columns)
         whole[key] = put if isinstance(values[0], tuple) else put[0]
-    return type(first)(loss=total([each.get("loss") for each in results]), **whole)
+    return cls(loss=total([each.get("loss") for each in results]), **whole)
 
 
 def total(losses: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the losses that are there."""
+    """Return the sum of the losses; None if all are None."""
     found = [loss for loss in losses if loss is not None]
     return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None

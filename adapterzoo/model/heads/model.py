@@ -24,7 +24,6 @@ from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoint
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, named, store
-from .copies import list_ties
 from .named import HeadNames
 from .tables import update_outputs
 
@@ -33,8 +32,8 @@ from .tables import update_outputs
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
     """Base of all classes that `AutoAdapterModel` makes.
 
-    All methods that add a head raise `ConfigError` for a value or a name that is not legal and
-    `DuplicateNameError` for a name that is taken; then nothing has changed.
+    All methods that add a head raise `ConfigError` for an illegal value or name and
+    `DuplicateNameError` for a name that is taken; the model is then unchanged.
 
     Attributes:
         backbone_class: the transformers class of the base model.
@@ -51,12 +50,12 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     _has_named_heads = True
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """Make the base model, and the adapters and heads that the config lists.
+        """Build the base model, and the adapters and heads that the config lists.
 
         Args:
-            config: is copied, with what it lists.
+            config: the config, of which the model has a deep copy.
         """
-        # heads and labels are entered in it
+        # heads and labels are written into it
         super().__init__(copy.deepcopy(config))
         setattr(self, self.base_model_prefix, self.backbone_class(self.config))
         self._start_adapters()
@@ -69,18 +68,18 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint: a base model, one with a static head, or one saved from here.
+        """Load a checkpoint of a base model, a model with a static head, or a model of this class.
 
-        As `AutoAdapterModel.from_pretrained`, which finds the class by the config.
+        `AutoAdapterModel.from_pretrained` does the same, and finds the class by the config.
 
         Args:
             pretrained_model_name_or_path: a folder, or a name on the Hub.
-            *args: as `PreTrainedModel.from_pretrained` takes them.
-            **kwargs: the same: `dtype`, `device_map`, `quantization_config`, `revision`, …
+            *args: arguments of `PreTrainedModel.from_pretrained`.
+            **kwargs: the same by name: `dtype`, `device_map`, `quantization_config`, `revision`, …
         """
         wants_info = kwargs.pop("output_loading_info", False)
         hub = {k: kwargs[k] for k in static_checkpoints.HUB_ARGUMENTS if k in kwargs}
-        # with PEFT installed, transformers would load an adapter that lies beside the model
+        # with PEFT installed, transformers would load an adapter in the model's folder
         kwargs.setdefault("adapter_kwargs", {"subfolder": "none"})
         model, info = cast("Any", super()).from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -92,14 +91,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return (model, info) if wants_info else model
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """Leave what the base model does not use out of transformers' report: a head may use it."""
+        """Hide keys that the base model lacks from transformers' report: a head may use them."""
         super()._adjust_missing_and_unexpected_keys(loading_info)
         self._unused_keys, loading_info.unexpected_keys = loading_info.unexpected_keys, set()
 
     # --- find and activate ---
 
     def get_head(self, head_name: str) -> PredictionHead:
-        """Return the head of this name.
+        """Return the head with this name.
 
         Raises:
             UnknownNameError: there is none.
@@ -114,7 +113,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Return class numbers and names; None if the head has no classes.
 
         Args:
-            head_name: which head; None for the active one.
+            head_name: name of the head; None: the active one.
 
         Raises:
             UnknownNameError: the head is unknown.
@@ -123,7 +122,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return named.find(self, head_name or named.active_name(self)).config.id2label
 
     def get_labels(self, head_name: str | None = None) -> list[str] | None:
-        """Return the names of the classes; arguments and errors as of `get_labels_dict`."""
+        """Return the names of the classes; arguments and errors are those of `get_labels_dict`."""
         labels = self.get_labels_dict(head_name)
         return None if labels is None else list(labels.values())
 
@@ -157,7 +156,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Add a head from the dict of its config, as in AdapterHub's `head_config.json`.
 
         Args:
-            head_name: its name.
+            head_name: name of the head.
             config: the dict, with its `head_type`; or a config.
             overwrite_ok: whether a head of that name may be replaced.
             set_active: whether it becomes the active head.
@@ -176,7 +175,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Args:
             head_type: name of the type in configs, `cls.head_type`.
-            cls: a frozen keyword-only dataclass whose `build` makes the head. Enter it in
+            cls: a frozen keyword-only dataclass whose `build` returns the head. Register it in
                 `adapterzoo.heads.head_types` instead to have it on all models.
 
         Raises:
@@ -201,8 +200,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Add a head of a registered type.
 
         Args:
-            head_type: as it was registered.
-            head_name: its name.
+            head_type: name of the registered type.
+            head_name: name of the head.
             overwrite_ok: whether a head of that name may be replaced.
             set_active: whether it becomes the active head.
             **kwargs: fields of its config.
@@ -212,8 +211,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             DuplicateNameError: the name is taken.
             UnknownNameError: the head type is unknown.
         """
-        config = named.config_from(self, {"head_type": head_type, **kwargs})
-        store.add(self, head_name, config, overwrite_ok, set_active)
+        config = {"head_type": head_type, **kwargs}
+        self.add_prediction_head_from_config(head_name, config, overwrite_ok, set_active)
 
     def average_head(
         self,
@@ -227,12 +226,12 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Add a head with the parameters Σ wᵢ θᵢ of several others, which do not change.
 
         Args:
-            head_name: of the result.
-            head_list: the heads, or a dict from heads to weights.
-            weights: one for each, of any sign; None: equal ones of sum 1.
-            normalize_weights: whether weights are divided by their sum.
-            overwrite_ok: whether a head of the name may be replaced, also one of the list.
-            set_active: whether the result becomes the active head.
+            head_name: name of the new head.
+            head_list: names of the heads, or a dict from names to weights.
+            weights: one weight for each head, of any sign; None: equal weights with the sum 1.
+            normalize_weights: whether to divide the weights by their sum.
+            overwrite_ok: whether a head of that name may be replaced, even one in the list.
+            set_active: whether the new head becomes the active one.
 
         Raises:
             CompositionError: the heads differ in more than dropout, or the result is not finite.
@@ -269,7 +268,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Args:
             *args: inputs of the base model by position; `input_ids` `[tokens]` is one row.
-            head: head, heads or composition of heads for this call; None: the active ones.
+            head: the head, heads or composition of heads for this call; None: the active ones.
             adapter_names: the adapter or composition of each row, instead of the active ones; None
                 for the base model. A row goes to the head with its adapter's name, if there is one.
             task_ids: with an active `MultiTask`, the task of each row: numbers `[batch]`, or a list
@@ -321,13 +320,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Run heads on the outputs of the base model.
 
         Args:
-            all_outputs: of the base model.
-            head_name: which head, heads or composition of heads; None for the active ones.
-            attention_mask: `[batch, tokens]`, of the tokens with hidden states.
+            all_outputs: the outputs of the base model.
+            head_name: the head, heads or composition of heads; None: the active ones.
+            attention_mask: `[batch, tokens]`, for the tokens with hidden states.
             return_dict: False for a tuple of loss, if any, logits, and the rest.
             input_ids: `[batch, tokens]`, in which pooling finds padding and ends of sequences.
             logits_to_keep: number of last tokens, or positions, to compute logits for; 0: all.
-            num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
+            num_items_in_batch: the divisor of the sum of losses; None: the number of labels here.
             **kwargs: arguments of heads, or dicts of them by head; `inputs`: those of `forward`.
 
         Returns:
@@ -336,7 +335,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Raises:
             CompositionError: the heads do not fit the rows.
-            ConfigError: labels that do not fit.
+            ConfigError: the labels do not fit.
             StateError: the base model did not compute what a head needs.
             UnknownNameError: the head is unknown.
         """
@@ -346,13 +345,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
-        """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
+        """The name of transformers' loss, by which Trainer counts labels; None if none shift."""
         types = (head.config.loss_type for head in named.heads_by_name(self).values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
     def loss_type(self, value: str | None) -> None:
-        """Ignore what transformers derives from the class name; the heads decide."""
+        """Ignore the value that transformers derives from the class name: the heads decide."""
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last layer of the first active language modeling head, None without one."""
@@ -368,7 +367,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         if (head := self._language_modeling_head()) is not None:
             head.replace_output(new_embeddings)
             update_outputs(self)
-            list_ties(self)
 
     def _language_modeling_head(self) -> PredictionHead | None:
         heads = named.heads_by_name(self).values()
@@ -388,7 +386,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Args:
             new_num_tokens: rows of the embeddings; None: unchanged.
             pad_to_multiple_of: round the number up to a multiple of this.
-            mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
+            mean_resizing: whether new rows are the mean of the old ones; if not, they are random.
 
         Raises:
             StateError: an adapter adapts the embedding.
@@ -398,6 +396,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return store.resize(self, resize, sizes == (None, None), mean_resizing)
 
 
-# `add_classification_head` and its like: each is declared beside the type of its head
+# `add_classification_head` and so on, which are declared with their head types
 for _name, _add_head in add_methods.items():
     setattr(AdapterModel, _name, names_call(_add_head))

@@ -1,8 +1,8 @@
-"""Named heads: find, select, build and tie them; and heads as checkpoints hold them.
+"""Named heads: find, select, build and tie them, and convert them to records for checkpoints.
 
 A model with a static head has no named ones. The matrix onto the vocabulary is frozen unless the
-embeddings are trained, and may be larger than all adapters of a model. A file names its digest, and
-loading takes it from the model's own head.
+embeddings are trained, and may be larger than all adapters of a model. A file may therefore store
+only its digest; loading then takes the matrix from a head of the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HeadNames: TypeAlias = "str | list[str] | Composition | None"
 
 
 def find(model: Any, name: object) -> PredictionHead:
-    """Return the head of this name.
+    """Return the head with this name.
 
     Raises:
         UnknownNameError: there is none.
@@ -55,10 +55,10 @@ def find(model: Any, name: object) -> PredictionHead:
 def active_name(model: Any) -> str | None:
     """Return the name of the only active head.
 
-    Of a static head, it is the owner, even if it has no copy yet; None: the original.
+    For a static head this is the owner, even without a copy yet; None: the original.
 
     Raises:
-        StateError: there is none, there are several, or rows use different heads.
+        StateError: no head is active, several are, or rows use different heads.
     """
     names: tuple[str | None, ...] = model._active.heads.names
     is_one = len(names) == 1
@@ -74,10 +74,10 @@ def active_name(model: Any) -> str | None:
 
 
 def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
-    """Return the config of a head, of a type of this model or of all, from its dict.
+    """Return the config of a head from its dict; the model's own head types come first.
 
     Raises:
-        ConfigError: it is not a dict, or a value is not legal.
+        ConfigError: the argument is not a dict, or a value is not legal.
     """
     kind = values.get("head_type") if isinstance(values, Mapping) else None
     return cast("HeadConfig", model.custom_heads.get(str(kind), HeadConfig).from_dict(values))
@@ -87,10 +87,10 @@ def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
 
 
 def checked(model: Any, given: HeadNames) -> ActiveHeads:
-    """Return the heads that a user's argument describes; check that they exist.
+    """Return the heads that the user names, after checking that they exist.
 
     Raises:
-        CompositionError: it is a composition that heads cannot have.
+        CompositionError: heads cannot have this composition.
         UnknownNameError: a head is unknown.
     """
     heads = parse_heads(given)
@@ -105,7 +105,7 @@ def chosen(model: Any, heads: HeadNames = None) -> ActiveHeads:
 
 
 def heads_by_name(model: Any, heads: ActiveHeads | None = None) -> dict[str, PredictionHead]:
-    """Return heads by name; None: the active ones."""
+    """Return the heads by name; None: the active ones."""
     return {name: find(model, name) for name in (heads or model._active.heads).names}
 
 
@@ -122,7 +122,7 @@ def show_labels(model: Any) -> None:
 
 
 def own_heads(model: Any, parts: Sequence[Any]) -> list[str | None]:
-    """Return for each part of a batch the head of its adapter's name, None without one."""
+    """Return the head with the adapter's name for each part of a batch; None without one."""
     names, there = map(last_adapter, parts), heads_of(model)
     return [name if name is not None and name in there else None for name in names]
 
@@ -131,9 +131,9 @@ def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...])
     """Return the head of each part of a batch; a single name if it is the same for all.
 
     Args:
-        model: with named heads.
-        parts: of the batch.
-        otherwise: the heads of parts without one of their own; returned where no part has one.
+        model: a model with named heads.
+        parts: the composition of each part.
+        otherwise: the heads for parts without one of their own; returned if no part has one.
     """
     own = own_heads(model, parts)
     if not any(own) or (None in own and len(otherwise) != 1):
@@ -148,10 +148,10 @@ def for_setup(
     """Return the named heads of a plan.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         setup: the composition of adapters.
-        wanted: heads that the user asks for; None: those with the names of the last adapters if
-            there are any, else the active ones.
+        wanted: the heads that the user asks for; None: those with the names of the last adapters,
+            or the active ones if there are none.
         active: the active heads.
     """
     if not model._has_named_heads:
@@ -168,16 +168,16 @@ def for_setup(
 def for_rows(
     model: Any, parts: tuple[Any, ...], one_head: bool
 ) -> tuple[ActiveHeads, tuple[str, ...]]:
-    """Return the heads of a mixed batch, and their names if each has its own part, else ().
+    """Return the heads of a mixed batch, and their names if parts have heads of their own, or ().
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         parts: the adapter or composition of each kind of row. A part without a head of its own gets
             the active one.
         one_head: whether the caller chooses one head for all rows.
 
     Raises:
-        StateError: a part has no head of its own, and several are active.
+        StateError: a part has no head of its own, and no single head is active.
     """
     active = model._active.default.plan.heads
     own = own_heads(model, parts)
@@ -193,7 +193,7 @@ def for_rows(
 
 
 def check_generation(model: Any, given: Mapping[str, Any]) -> None:
-    """Check that a named head is active, which can score the next token.
+    """Check that a head is active if the model has named heads.
 
     Raises:
         StateError: none is.
@@ -209,7 +209,7 @@ def check_generation(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def built(model: Any, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
-    """Return a fresh head, tied if the config ties it; `device` None: the model's."""
+    """Return a new head, tied if the config ties it; `device=None`: the model's device."""
     backbone = describe(model)
     if device is not None:
         backbone = dataclasses.replace(backbone, device=device)
@@ -221,12 +221,12 @@ def built(model: Any, config: HeadConfig, device: torch.device | None = None) ->
 
 
 def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
-    """Let the last layer of a language modeling head share the embeddings, if the config ties it.
+    """Tie the last layer of a language modeling head to the embeddings, if the config ties it.
 
     Args:
-        model: with named heads.
-        head: of any type.
-        name: of the adapter whose table it is, where that has one of its own.
+        model: a model with named heads.
+        head: a head of any type.
+        name: the adapter whose own table is used, if it has one; None: the model's table.
     """
     if ties_output(model.config, head.config):
         own = None if name is None else copies.table_of(model, name)
@@ -235,7 +235,7 @@ def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
 
 
 def split_tied(head: PredictionHead) -> None:
-    """Let the last layer of a head compute with embeddings that a `tp_plan` has split, if tied."""
+    """Split the computation of a head's last layer if a `tp_plan` has split its weight."""
     layer = head.output_embeddings
     if layer is not None and is_part(layer.weight):
         with split_later(layer):
@@ -249,63 +249,61 @@ def is_on(head: Any, weight: Tensor | None) -> bool:
 
 
 def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a head without those that belong to the base model.
+    """Return the tensors of a head without those that it shares with the base model or a table.
 
     Args:
-        model: with named heads.
-        head: of the model, or not yet.
-        but: a tensor of an adapter that counts as the head's own.
+        model: a model with named heads.
+        head: a head, in the model or not.
+        but: an adapter's table that counts as the head's own.
     """
     backbone = copies.shared_with_heads(model).keys() - {id(but)}
     tensors = plain_state(head)
-    # a parameter with two names is there once
+    # a parameter with two names is returned once
     first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
     return {key: t for key, t in tensors.items() if first.get(id(t)) == key}
 
 
 def share_table(model: Any, name: str) -> None:
-    """Let the head of the adapter's name share its table."""
+    """Tie the head with an adapter's name to the adapter's table, if it has one."""
     head = heads_of(model).get(name)
     if head is None or copies.table_of(model, name) is None:
         return
-    # a head whose layer was replaced has one of its own
+    # a head whose layer was replaced has its own weight
     if is_on(head, model.get_input_embeddings().weight):
         tie(model, head, name)
 
 
 def release(model: Any, owner: str) -> None:
-    """Take out the copy of an adapter or fusion, which goes, and untie a head from its table."""
+    """Take out an adapter's or fusion's own head, and untie the named head from its table."""
     copies.take(model, owner)
     head, table = heads_of(model).get(owner), copies.table_of(model, owner)
     if head is not None and table is not None and is_on(head, table):
         tie(model, head)
 
 
-# --- heads as checkpoints hold them ---
+# --- heads in checkpoints ---
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
-    """A head as a checkpoint holds it: a document of JSON types, and tensors."""
+    """A head in a checkpoint: a document of JSON types, and tensors."""
 
     document: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 def saved_names(model: AdaptedModel) -> tuple[str, ...]:
-    """Return the names of heads that can be saved; of copies of a static head, their owners."""
+    """Return the names of the heads that can be saved; for copies of a static head, the owners."""
     return (*heads_of(model), *model._adapter_state.copies)
 
 
 def name_with(model: Any, adapter: str) -> str | None:
     """Return the name of the head that is saved with an adapter.
 
-    That is the head of the adapter's name, or else the only active one, if no other owns it. A copy
-    of a static head is kept under the name of its adapter.
+    This is the head with the adapter's name, or the only active one if no other adapter or fusion
+    has its name. A copy of a static head has the name of its adapter.
     """
-    if not model._has_named_heads:
-        return adapter
-    if adapter in model.heads:
+    if not model._has_named_heads or adapter in model.heads:
         return adapter
     active, state = model._active.heads.names, model._adapter_state
     owned = any(name in state.records or name in state.fusions for name in active)
@@ -315,14 +313,14 @@ def name_with(model: Any, adapter: str) -> str | None:
 def record_of(
     model: Any, name: str | None, alone: bool = False, short: bool = False
 ) -> HeadRecord | None:
-    """Return a head as a checkpoint holds it; None if there is none.
+    """Return the record of a head for a checkpoint; None if there is no head.
 
     Args:
-        model: with adapters.
-        name: of the head; of a static head its owner, None for the original.
-        alone: whether it is saved without the adapter of its name: a table that it shares with the
-            adapter is its own.
-        short: whether to leave out an output layer that the base model's checkpoint brought.
+        model: a model with adapters.
+        name: name of the head; for a static head its owner, None for the original.
+        alone: whether it is saved without the adapter with its name; a table that the two share
+            then counts as the head's own.
+        short: whether to leave out an output layer that came from the base model's checkpoint.
     """
     if model._has_named_heads:
         return None if name is None else of_named(model, name, alone, short)
@@ -330,9 +328,8 @@ def record_of(
     rest = {key: t for key, t in head_tensors(model).items() if key not in tensors}
     weight = None if layer is None else cast("Tensor", layer.weight)
     large = {key: tensor for key, tensor in rest.items() if tensor is weight}
-    if not tensors and not alone and (large or layer is None):
-        return None
-    if not (tensors or rest or layer is not None):
+    is_empty = not (rest or layer is not None)
+    if not tensors and (is_empty or (not alone and (large or layer is None))):
         return None
     config = config_of(model)
     document: dict[str, Any] = {
@@ -350,7 +347,7 @@ def record_of(
 
 
 def of_named(model: Any, name: str, alone: bool = False, short: bool = False) -> HeadRecord:
-    """Return a named head as a checkpoint holds it; arguments as in `record_of`."""
+    """Return the record of a named head for a checkpoint; arguments as in `record_of`."""
     head = find(model, name)
     config, table = head.config, copies.table_of(model, name) if alone else None
     if table is not None and is_on(head, table):
@@ -372,10 +369,10 @@ def of_named(model: Any, name: str, alone: bool = False, short: bool = False) ->
 def completed(
     model: Any, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Return the tensors of a file, with the output layer that a short record left out.
+    """Return the tensors of a file, with the output layer if a short record left it out.
 
     Raises:
-        CheckpointError: the head has another config.
+        CheckpointError: the model's head has another config.
     """
     if not model._has_named_heads:
         return tensors
@@ -386,7 +383,7 @@ def completed(
 
 
 def all_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the own tensors of all heads, named for messages."""
+    """Return the tensors of all heads without shared ones, by names for messages."""
     found = {
         f"head {name}: {key}": tensor
         for name, head in heads_of(model).items()
@@ -401,11 +398,8 @@ def all_tensors(model: Any) -> dict[str, Tensor]:
 # --- output layers from the base model's checkpoint ---
 
 
-FIELD = "output"
-
-
-# of a task class: the key of its weight there
-OUTPUT_KEY = "output_key"
+# fields of the document: the digest of an output layer that is left out; its key in a task class
+FIELD, OUTPUT_KEY = "output", "output_key"
 
 
 def with_output(
@@ -415,35 +409,36 @@ def with_output(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a head with the output layer that its file leaves out.
+    """Return the tensors of a head, with the output layer if its file leaves it out.
 
     Args:
-        head: that gets the tensors.
-        heads: of the model.
-        document: of the head in the file.
-        tensors: in the file.
-        dtype: into which the user lets values be converted.
+        head: the head that gets the tensors.
+        heads: the heads of the model.
+        document: the head's document in the file.
+        tensors: its tensors in the file.
+        dtype: the dtype to which the user wants values converted; None: no conversion.
 
     Raises:
         CheckpointError: no head of the model has that layer.
     """
-    named = document.get(FIELD)
     key = head.output_key
-    if named is None or key is None:
+    if key is None or document.get(FIELD) is None:
         return dict(tensors)
-    return {**tensors, key: output_like(heads, named, dtype)}
+    return {**tensors, key: output_like(heads, document[FIELD], dtype)}
 
 
 def output_like(
     heads: Iterable[PredictionHead], named: object, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the output layer of a checkpoint that has a digest, or any for another dtype.
+    """Return the output layer with a digest that came from the base model's checkpoint.
+
+    With `dtype`, the digest is not compared.
 
     Raises:
         CheckpointError: no head has it.
     """
     for weight in _of_checkpoint(heads):
-        # rounded values have another digest, and the user asks for them
+        # the user asks for rounded values, which have another digest
         if dtype is not None or digest(weight) == named:
             return weight.detach()
     raise CheckpointError(
@@ -453,26 +448,24 @@ def output_like(
 
 
 def start_with(head: PredictionHead, heads: Iterable[PredictionHead]) -> None:
-    """Give a fresh head the output layer of the model's checkpoint, if there is one.
+    """Give a new head the values of the output layer in the base model's checkpoint, if known.
 
     Args:
-        head: of any type, not tied.
-        heads: of the model.
+        head: a head of any type, not tied.
+        heads: the heads of the model.
     """
-    layer = head.output_embeddings
-    if layer is None:
+    if (layer := head.output_embeddings) is None or layer.weight.is_meta:
         return
     mine = layer.weight
-    for theirs in _of_checkpoint(heads):
-        if theirs is not mine and theirs.shape == mine.shape and not mine.is_meta:
-            with torch.no_grad():
-                mine.copy_(theirs)
-            head.of_checkpoint = theirs.dtype is mine.dtype
-            return
+    fitting = (t for t in _of_checkpoint(heads) if t is not mine and t.shape == mine.shape)
+    if (theirs := next(fitting, None)) is not None:
+        with torch.no_grad():
+            mine.copy_(theirs)
+        head.of_checkpoint = theirs.dtype is mine.dtype
 
 
 def _of_checkpoint(heads: Iterable[PredictionHead]) -> Iterator[Tensor]:
-    """Yield the weights of output layers that the base model's checkpoint brought."""
+    """Yield the weights of output layers that came from the base model's checkpoint."""
     for head in heads:
         if (layer := head.output_embeddings) is not None and head.of_checkpoint:
             yield layer.weight

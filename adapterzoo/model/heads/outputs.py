@@ -70,9 +70,9 @@ def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> M
     """Return a head's output in the output class of its task, with the base model's outputs.
 
     Args:
-        name: of the class in `transformers.modeling_outputs`.
-        values: fields of the head.
-        outputs: of the base model.
+        name: name of the class in `transformers.modeling_outputs`.
+        values: the fields from the head.
+        outputs: the outputs of the base model.
     """
     variants = {
         f"Seq2Seq{name}": "encoder_last_hidden_state" in outputs,
@@ -90,7 +90,7 @@ def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> M
     return cast("ModelOutput", cls(**{**found, **values}))
 
 
-# classes by name with the names of their fields: looked up here once, not in each forward
+# output classes by name, each with the names of its fields; looked up once, not in each forward
 _CLASSES = {
     cls.__name__: (cls, tuple(field.name for field in dataclasses.fields(cls)))
     for cls in (*vars(modeling_outputs).values(), DependencyParsingOutput)

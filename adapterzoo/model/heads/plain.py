@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -33,15 +34,15 @@ def plain_class(model: Any) -> type[nn.Module] | None:
 
 
 def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None) -> Any:
-    """Return a plain model: a new one, or of a static head the model, of its own class again.
+    """Return a plain model: a new one, or for a static head the same model in its original class.
 
     Args:
-        model: with adapters; with named heads, it stays as it is.
-        change: merges or resets the weights of the model that it is given.
-        architecture: name of the class; None: one that has the active head.
+        model: a model with adapters; with named heads, it does not change.
+        change: a function that merges or resets the weights of a model.
+        architecture: name of the class; None: one that has such a head as the active one.
 
     Raises:
-        StateError: another class is asked for than that of a static head; or a pool is open.
+        StateError: a class is given for a model with a static head, or a pool is open.
     """
     if model._has_named_heads:
         twin = copy.deepcopy(model)
@@ -65,10 +66,10 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
 
 
 def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the plain model, by its keys; shared ones once, quantized ones packed.
+    """Yield the weights of the plain model by its keys; shared ones once, quantized ones packed.
 
     Args:
-        model: with adapters, which are merged or do not act.
+        model: a model whose adapters are merged or inactive.
 
     Raises:
         CheckpointError: transformers has no class with the active head.
@@ -91,17 +92,17 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def head_to_keep(
     model: Any, architecture: str | None
 ) -> tuple[str | None, str | None, Mapping[str, Tensor]]:
-    """Return the active head's name, a class that has such a head, and its tensors by key there.
+    """Return the active head's name, a class with such a head, and the head's tensors by key there.
 
-    Without an active head all three are empty.
+    Without an active head, all three are empty.
 
     Args:
-        model: with named heads.
-        architecture: name of the class; None: found.
+        model: a model with named heads.
+        architecture: name of the class; None: the function finds one.
 
     Raises:
         CheckpointError: transformers has no such class.
-        StateError: several heads are active, or none for the class that is asked for.
+        StateError: several heads are active, or a class is given and none is.
     """
     names = model._active.default.plan.heads.names
     if len(names) > 1:
@@ -126,7 +127,7 @@ def head_to_keep(
         stored = Checkpoint({"head": record.document}, {}, record.tensors)
         return names[0], *class_for(stored, info, own)
     except CheckpointError as error:
-        # drop the advice about files: it does not apply here
+        # without the advice about files, which does not apply here
         reason = str(error).replace(f" Write {argument('with_head', False)}.", "")
         raise CheckpointError(
             f"{reason} Write {argument('architecture', '…')} with a class that has such a head"
@@ -135,11 +136,11 @@ def head_to_keep(
 
 
 def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
-    """Return a class that has a head, and the head's tensors by key there.
+    """Return a class with such a head, and the head's tensors by key there.
 
     Args:
-        stored: has the head.
-        info: of the model that it belongs to.
+        stored: a checkpoint with the head.
+        info: the facts about the model that it belongs to.
         own: the class of the base model's checkpoint, which is tried first.
 
     Raises:
@@ -147,26 +148,24 @@ def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapp
     """
     head = stored.metadata["head"]
     if own is not None and is_task(own):
-        try:
+        # another class may have such a head
+        with contextlib.suppress(CheckpointError):
             return own, info.to_static(own, head, stored.head)
-        except CheckpointError:
-            # another class may have such a head
-            pass
     task, tensors = head_for(stored, info)
     return task.model_class, tensors
 
 
 def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a plain model with the weights of another.
+    """Return a plain model with the weights of a model with named heads.
 
     Args:
-        model: with named heads; loses its adapters.
-        head: name of the head that it has; None: it has none.
-        name: of its class; None: the base model's.
-        tensors: of the head, by key in that class.
+        model: the model, which loses its adapters.
+        head: name of the head to keep; None: no head.
+        name: name of the plain model's class; None: the base model's.
+        tensors: the tensors of the head, by key in that class.
 
     Raises:
-        CheckpointError: the class has tensors that are not here.
+        CheckpointError: the class has tensors that the model lacks.
     """
     cls: Any = model.backbone_class if name is None else task_class(name)
     config = copy.deepcopy(model.config)

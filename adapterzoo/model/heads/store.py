@@ -1,4 +1,4 @@
-"""Named heads: activate, add, delete and resize them; heads of checkpoints."""
+"""Named heads: activate, add, delete and resize them, and load heads of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,45 +35,30 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from . import copies, named
-from .copies import list_ties
-from .named import (
-    FIELD,
-    OUTPUT_KEY,
-    HeadNames,
-    HeadRecord,
-    checked,
-    config_from,
-    find,
-    output_like,
-    show_labels,
-    start_with,
-    tie,
-    with_output,
-)
+from .named import HeadNames, HeadRecord
 from .tables import drop_biases, update_outputs
 
 
 def start(model: Any) -> None:
-    """Make the heads that the config lists; the base model must exist."""
+    """Build the heads that the config lists; the base model must exist."""
     model.heads = AdapterDict()
     model.custom_heads = {}
     listed = getattr(model.config, "prediction_heads", None) or {}
     model.config.prediction_heads = {}
     document = vars(model.config).get("adapters")
     ours = document if isinstance(document, Mapping) and "heads" in document else {}
-    # transformers sorts the keys of objects; our entry keeps the order
+    # transformers sorts keys in config files; our entry keeps the order
     order = [name for name in ours.get("known_heads", ()) if name in listed]
     for name in dict.fromkeys([*order, *listed]):
-        # our entry names the active head, and the config has its labels
-        add(model, name, config_from(model, listed[name]), set_active=not ours)
+        # our entry names the active head, whose labels the config already has
+        add(model, name, named.config_from(model, listed[name]), set_active=not ours)
 
 
 def activate(model: Any, setup: HeadNames) -> None:
     """Activate heads in all threads."""
-    heads = checked(model, setup)
-    default = model._active.default
+    heads, default = named.checked(model, setup), model._active.default
     default.plan = dataclasses.replace(default.plan, heads=heads)
-    show_labels(model)
+    named.show_labels(model)
 
 
 def add(
@@ -87,23 +72,22 @@ def add(
     checked = free_name(model, name, overwrite_ok)
     if (
         model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
-        and "vocab_size" in config.field_names()
-        and config["vocab_size"] is None
+        and config.get("vocab_size", 0) is None
         and not ties_output(model.config, config)
     ):
-        # it keeps the number of tokens if other embeddings become active
+        # it keeps its number of tokens when other embeddings become active
         config = config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
     head = config.build(describe(model))
     if not ties_output(model.config, head.config):
-        start_with(head, model.heads.values())
+        named.start_with(head, model.heads.values())
     enter(model, checked, head, set_active)
 
 
 def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
-    """Check that a head may be added under a name, and return the name.
+    """Check that a head can be added under a name, and return the name.
 
     Raises:
-        DuplicateNameError: it is taken.
+        DuplicateNameError: the name is taken.
     """
     checked = check_name(name)
     refuse_if_fixed(model, "Add it before fully_shard(model).")
@@ -115,25 +99,24 @@ def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
 
 
 def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None:
-    """Put a head into the model, replacing one of the same name."""
+    """Put a head into the model, replacing one with the same name."""
     drop_biases(model, name)
     equalize(model, [head])
     model.heads[name] = head.train(model.training)
     listed = {**model.config.prediction_heads, name: head.config.to_dict()}
     model.config.prediction_heads = listed
-    tie(model, head, name)
+    named.tie(model, head, name)
     update_outputs(model)
-    list_ties(model)
     if set_active:
         activate(model, name)
     elif name in model._active.default.plan.heads.names:
         # it replaced an active head
-        show_labels(model)
+        named.show_labels(model)
 
 
 def delete(model: Any, name: str) -> None:
     """Delete a head; no other head becomes active."""
-    refuse_trained(model, name, find(model, name).parameters())
+    refuse_trained(model, name, named.find(model, name).parameters())
     refuse_if_fixed(model, "Write model.active_head = None.")
     drop_biases(model, name)
     del model.heads[name]
@@ -150,7 +133,6 @@ def delete(model: Any, name: str) -> None:
     active.default.plan = without(active.default.plan)
     active.change_overrides(without)
     update_outputs(model)
-    list_ties(model)
 
 
 def resize(
@@ -159,25 +141,24 @@ def resize(
     """Resize the token embeddings and all language modeling heads.
 
     Args:
-        model: with named heads.
-        resize_table: transformers' own method; returns the embedding.
+        model: a model with named heads.
+        resize_table: transformers' own method, which returns the embedding.
         unchanged: whether the size stays the same.
-        mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
+        mean_resizing: whether new rows are the mean of the old ones; if not, they are random.
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
-    # take these before: tying anew changes heads that share the table
+    # read these first: tying again changes the heads that share the table
     heads: Any = [head for head in model.heads.values() if head.output_embeddings is not None]
-    layers = [(head, head.output_embeddings) for head in heads]
-    biases = [None if layer.bias is None else layer.bias.detach() for _, layer in layers]
-    before = [(head, layer.weight, b) for (head, layer), b in zip(layers, biases, strict=True)]
-    # transformers would resize the layer of one active head even if its config forbids it
+    layers = [head.output_embeddings for head in heads]
+    before = [(m.weight, None if m.bias is None else m.bias.detach()) for m in layers]
+    # without this, transformers would resize the active head, even if its config sets a size
     with model._active.overridden(dataclasses.replace(plan, heads=ActiveHeads())):
         resized = resize_table()
     if unchanged:
         return resized
     backbone = describe(model)
     std = None if mean_resizing else backbone.init_std
-    for head, weight, bias in before:
+    for head, (weight, bias) in zip(heads, before, strict=True):
         shared = weight is table
         rows = resized.weight.shape[0] if shared else backbone.vocab_size
         rows = head.config.get("vocab_size") or rows or weight.shape[0]
@@ -190,17 +171,16 @@ def resize(
             bias = _with_rows(bias, rows, None if mean_resizing else 0.0)
         head.resize_output(weight, bias)
     update_outputs(model)
-    list_ties(model)
     return resized
 
 
 def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
-    """Return a matrix with a number of rows: the first old ones, then new ones.
+    """Return a matrix with another number of rows, `[count, *width]`: old ones, then new ones.
 
     Args:
-        old: `[tokens, *width]`.
-        count: rows of the result, `[count, *width]`.
-        std: new ones are drawn from a normal distribution around 0; None: they are the mean.
+        old: the matrix `[tokens, *width]`.
+        count: the number of rows.
+        std: standard deviation of the new rows, around 0; None: each is the mean of the old ones.
     """
     kept = old[:count]
     added = old.new_empty(count - len(kept), *old.shape[1:])
@@ -211,14 +191,14 @@ def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
     return torch.cat([kept, added])
 
 
-# --- heads of checkpoints that enter a model ---
+# --- heads of checkpoints ---
 
 
 def head_in(stored: Checkpoint) -> HeadRecord:
-    """Return the head of a checkpoint.
+    """Return the head in a checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: its description is damaged.
     """
     document = stored.metadata.get("head")
     if not isinstance(document, Mapping):
@@ -232,17 +212,17 @@ def head_in(stored: Checkpoint) -> HeadRecord:
 def fitting(
     model: Any, record: HeadRecord, name: str | None, asked: LoadOptions
 ) -> Callable[[], None]:
-    """Check a head of a checkpoint completely; return a function that puts it into the model.
+    """Check a checkpoint's head completely, and return a function that puts it into the model.
 
     Args:
-        model: with adapters.
-        record: of the checkpoint.
-        name: of the head; of a static head its owner, None for the original.
-        asked: what the user asks for.
+        model: a model with adapters.
+        record: the head.
+        name: its name; for a static head its owner, None for the original.
+        asked: the arguments of `load_adapter` or `load_head`.
 
     Raises:
-        CheckpointError: it does not fit.
-        ConfigError: there are labels for a static head.
+        CheckpointError: the head does not fit.
+        ConfigError: `id2label` is given for a static head.
     """
     if not model._has_named_heads:
         return _fitting_static(model, record, name, asked)
@@ -250,8 +230,8 @@ def fitting(
     if not isinstance(record.document.get("config"), Mapping):
         # the head of a task class
         document, static = record.document, dict(record.tensors)
-        if (key := document.get(OUTPUT_KEY)) is not None:
-            static[key] = output_like(model.heads.values(), document[FIELD])
+        if (key := document.get(named.OUTPUT_KEY)) is not None:
+            static[key] = named.output_like(model.heads.values(), document[named.FIELD])
         labels = document.get("label2id")
         translated = ModelInfo(model).from_static(
             str(document.get(STATIC)),
@@ -266,10 +246,10 @@ def fitting(
     if asked.id2label is not None:
         config = config.replace(label2id=labels_from(asked.id2label))
     checked = free_name(model, name, bool(asked.overwrite_ok))
-    # an untrusted config may ask for more memory than there is: compare before allocating
+    # the config of an untrusted file may ask for too much memory: compare before allocating it
     empty = named.built(model, config, torch.device("meta"))
     heads = model.heads.values()
-    tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
+    tensors = named.with_output(empty, heads, record.document, record.tensors, asked.dtype)
     fits = named.own_tensors(model, empty)
     fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
     head = named.built(model, config)
@@ -278,7 +258,7 @@ def fitting(
             tensor.data = tensor.data.to(asked.dtype)
     fit.fill(head, tensors)
     if asked.dtype is None:
-        head.of_checkpoint = FIELD in record.document
+        head.of_checkpoint = named.FIELD in record.document
     return lambda: enter(model, checked, head, asked.set_active)
 
 
@@ -286,10 +266,7 @@ def _fitting_static(
     model: Any, record: HeadRecord, name: str | None, asked: LoadOptions
 ) -> Callable[[], None]:
     if asked.id2label is not None:
-        raise ConfigError(
-            "id2label names the labels of a named head; a static head keeps them in "
-            "model.config.id2label. Leave id2label out."
-        )
+        raise ConfigError("a static head's labels are model.config.id2label. Leave id2label out.")
     tensors = record.tensors
     if STATIC not in record.document:
         cls = class_name(model)
@@ -304,7 +281,7 @@ def _fitting_static(
     output = copies.output_tensors(model)
     inside = tuple(f"{path}." for path in copies.layers_of(model))
     shared = {key: t for key, t in mine.items() if not key.startswith(inside)}
-    # a copy may still have the values of the original
+    # the adapter's own output layer may still have the values of the original
     own_output = bool(record.document.get(OWN_OUTPUT)) or any(
         _differs(output[key], tensors[key]) for key in output if key in tensors
     )
@@ -322,8 +299,8 @@ def _fitting_static(
     fit.check_fit(type(model).__name__, fit.converted(tensors, mine), mine, None)
     layers = copies.made(model, own_output)
     for path, layer in layers.items():
-        start = f"{path}."
-        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+        below = f"{path}."
+        own = {k.removeprefix(below): t for k, t in tensors.items() if k.startswith(below)}
         fit.fill(layer, own)
 
     def enter() -> None:
@@ -334,6 +311,4 @@ def _fitting_static(
 
 
 def _differs(tensor: Tensor, theirs: Tensor) -> bool:
-    if tensor.is_meta or theirs.shape != tensor.shape:
-        return True
-    return not same_bits(theirs.to(tensor.device, tensor.dtype), tensor)
+    return tensor.is_meta or not same_bits(theirs.to(tensor.device, tensor.dtype), tensor)

@@ -1,13 +1,13 @@
-"""Tables of tokens, named or trained with an adapter; and parameters that adapters share.
+"""Token tables, named or trained with an adapter, and parameters that adapters share.
 
-*Named embeddings* take the place of the model's own, one at a time. The active table is the weight
-of the modules that embed tokens and of every output layer that is tied to them, so that a language
-model answers in the vocabulary that it reads. The others wait in `other_embeddings`, each with the
-biases that the output layers have beside it. "default" is the model's own table.
+*Named embeddings* replace the model's own table, one at a time. The active table is the weight of
+the modules that embed tokens and of every output layer that is tied to them, so a language model
+answers in the vocabulary that it reads. The others are stored in `other_embeddings`, each with the
+biases that output layers have for it. "default" is the model's own table.
 
-*Embeddings trained with an adapter* are a table of its own. The base model's stays as it is. All
-modules that share it (`shared` and `embed_tokens` of an encoder-decoder) get one `Table` per
-adapter, and so does a language modeling head of the adapter's name that is tied to it.
+*Embeddings trained with an adapter* are a table of its own; the base model's table does not change.
+All modules that share that table (`shared` and `embed_tokens` of an encoder-decoder) use the
+adapter's `Table`, and so does a head with the adapter's name that is tied to it.
 """
 
 from __future__ import annotations
@@ -74,29 +74,29 @@ class InactiveTable(nn.Module):
     """Embeddings that are not active.
 
     Attributes:
-        weight: the table `[vocab_size, d]`; biases of output layers lie beside it, under their
-            paths with slashes.
+        weight: the table `[vocab_size, d]`. Further parameters and buffers are biases of output
+            layers; their names are the paths with slashes.
         padding_idx: the token whose row gets no gradient; None for none.
     """
 
     def __init__(self, weight: Tensor, padding_idx: int | None) -> None:
-        """Keep a table.
+        """Store a table.
 
         Args:
-            weight: `[vocab_size, d]`.
-            padding_idx: token whose row gets no gradient.
+            weight: the table `[vocab_size, d]`.
+            padding_idx: the token whose row gets no gradient.
         """
         super().__init__()
         self.weight = cast("nn.Parameter", weight)
         self.padding_idx = padding_idx
 
     def keep(self, key: str, bias: Tensor) -> None:
-        """Keep what an output layer adds to the logits, `[*, vocab_size]`."""
+        """Store the bias that an output layer adds to the logits, `[*, vocab_size]`."""
         kept = self._parameters if isinstance(bias, nn.Parameter) else self._buffers
         cast("dict[str, Tensor]", kept)[key] = bias
 
     def biases(self) -> dict[str, Tensor]:
-        """Return what output layers add to the logits, by key."""
+        """Return the biases of output layers, by key."""
         own = {**self._parameters, **self._buffers}
         return {key: t for key, t in own.items() if key != "weight" and t is not None}
 
@@ -105,10 +105,10 @@ class InactiveTable(nn.Module):
 
 
 def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
-    """Return all embeddings by name, as modules on the model's own parameters.
+    """Return all embeddings by name, as modules that share the model's parameters.
 
     Raises:
-        StateError: the model has no table of tokens.
+        StateError: the model has no token table.
     """
     inactive = inactive_of(model)
     own: Any = {model._adapter_state.embeddings: layer_of(model)}
@@ -117,25 +117,24 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     for name, of in found.items():
         # no memory is allocated for the values that are replaced at once
         rows, width = of.weight.shape
-        views[name] = nn.Embedding(rows, width, padding_idx=of.padding_idx, device="meta")
+        views[name] = nn.Embedding(rows, width, of.padding_idx, device="meta")
         views[name].weight = of.weight
     return MappingProxyType(views)
 
 
 def find(model: AdaptedModel, name: str) -> nn.Embedding:
-    """Return the embeddings of this name.
+    """Return the embeddings with this name.
 
     Raises:
         UnknownNameError: there are none.
     """
-    found = loaded(model)
-    if name not in found:
+    if name not in (found := loaded(model)):
         raise unknown_name("", "embedding", name, found)
     return found[name]
 
 
 def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
-    """Return what tied output layers add to the logits beside these embeddings, by key."""
+    """Return the biases that tied output layers have for these embeddings, by key."""
     if name == model._adapter_state.embeddings:
         return {key: tensor for key, tensor, _ in _biases(model)}
     return inactive_of(model)[name].biases()
@@ -151,10 +150,9 @@ def layer_of(model: AdaptedModel) -> nn.Embedding:
     """Return the module that embeds tokens.
 
     Raises:
-        StateError: the model has no table of tokens.
+        StateError: the model has no token table.
     """
-    layer = token_table(model)
-    if layer is None:
+    if (layer := token_table(model)) is None:
         raise StateError(
             f"the input embeddings of this {type(model).__name__} are not a table of tokens, which "
             f"embeddings and train_embeddings need."
@@ -166,7 +164,7 @@ def layer_of(model: AdaptedModel) -> nn.Embedding:
 
 
 def free_place(model: AdaptedModel, name: str) -> nn.Embedding:
-    """Return the module that embeds tokens, if embeddings of a new name may become active there.
+    """Check that embeddings can be added and activated; return the module that embeds tokens.
 
     Raises:
         DuplicateNameError: the name is taken.
@@ -182,13 +180,13 @@ def free_place(model: AdaptedModel, name: str) -> nn.Embedding:
 
 
 def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
-    """Add embeddings that `free_place` allows, and activate them."""
+    """Add embeddings, after `free_place` has checked them, and activate them."""
     store_of(model)[name] = made
     _exchange(model, name)
 
 
 def store_of(model: AdaptedModel) -> AdapterDict:
-    """Return the container of the embeddings that are not active, made when missing."""
+    """Return the container of the embeddings that are not active; make it if it is missing."""
     modules = cast("nn.Module", model)._modules
     if STORE not in modules:
         modules[STORE] = AdapterDict()
@@ -199,8 +197,8 @@ def delete(model: AdaptedModel, name: str) -> None:
     """Delete embeddings; if they are active, the model's own become active.
 
     Raises:
-        StateError: they are the model's own, or no others can become active.
-        UnknownNameError: there are none of this name.
+        StateError: they are the model's own, or other embeddings cannot become active now.
+        UnknownNameError: there are none with this name.
     """
     find(model, name)
     if name == DEFAULT:
@@ -215,22 +213,22 @@ def delete(model: AdaptedModel, name: str) -> None:
 
 
 def drop_biases(model: AdaptedModel, head: str) -> None:
-    """Forget the biases that a named head, which goes, had with embeddings that are not active."""
+    """Delete the biases of a head that is being deleted from the embeddings that are not active."""
     for inactive in inactive_of(model).values():
-        for kept in (inactive._parameters, inactive._buffers):
-            for key in [key for key in kept if key.startswith(f"heads/{head}/")]:
-                del kept[key]
+        for key in inactive.biases():
+            if key.startswith(f"heads/{head}/"):
+                delattr(inactive, key)
 
 
 # --- activate ---
 
 
 def activate(model: AdaptedModel, name: str) -> None:
-    """Let other embeddings take the place of the active ones.
+    """Replace the active embeddings by others.
 
     Raises:
-        StateError: something that acts has the size of the active ones, or the model is sharded.
-        UnknownNameError: there are none of this name.
+        StateError: an active adapter depends on the size of the table, or the model is sharded.
+        UnknownNameError: there are no embeddings with this name.
     """
     find(model, name)
     if name == model._adapter_state.embeddings:
@@ -240,7 +238,7 @@ def activate(model: AdaptedModel, name: str) -> None:
 
 
 def _exchange(model: AdaptedModel, name: str) -> None:
-    """Replace the active table and the biases beside it, wherever they are."""
+    """Replace the active table and its biases in all modules that have them."""
     state, store, layer = model._adapter_state, store_of(model), layer_of(model)
     incoming = cast("InactiveTable", store._modules.pop(name))
     old, rows = layer.weight, len(incoming.weight)
@@ -248,14 +246,12 @@ def _exchange(model: AdaptedModel, name: str) -> None:
     biases = incoming.biases()
     for key, bias, holders in _biases(model):
         outgoing.keep(key, bias)
-        fresh = biases.get(key)
-        if fresh is None:
-            # the head came later: no token is more likely than another
-            fresh = bias.new_zeros(*bias.shape[:-1], rows)
-            if isinstance(bias, nn.Parameter):
-                fresh = nn.Parameter(fresh, bias.requires_grad)
+        # for a head that was added later: no token is more likely than another
+        fresh = bias.new_zeros(*bias.shape[:-1], rows)
+        if isinstance(bias, nn.Parameter):
+            fresh = nn.Parameter(fresh, bias.requires_grad)
         for held, field in holders:
-            held[field] = fresh
+            held[field] = biases.get(key, fresh)
     for module in cast("nn.Module", model).modules():
         if module._parameters.get("weight") is not old:
             continue
@@ -274,7 +270,7 @@ def _exchange(model: AdaptedModel, name: str) -> None:
 
 
 def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str, Any], str]]]]:
-    """Return what tied output layers add to the logits: a key, the tensor, and who holds it."""
+    """Return the biases of tied output layers: key, tensor, and (dict, name) of each holder."""
     whole, table = cast("nn.Module", model), layer_of(model).weight
     tied = {
         path: module
@@ -290,14 +286,14 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
             if tensor is None or not (beside or id(tensor) in biases):
                 continue
             holder: Any = module._parameters if field in module._parameters else module._buffers
-            # a name of a parameter has no dots
+            # names of parameters have no dots
             key = without_wrappers(f"{start}{field}").replace(".", "/")
             found.setdefault(id(tensor), (key, tensor, []))[2].append((holder, field))
     return list(found.values())
 
 
 def _follows(model: AdaptedModel, table: Tensor) -> bool:
-    """Return whether the config has the number of the embedded tokens, not of an untied output."""
+    """Return whether `vocab_size` in the config is that of this table, not of an untied output."""
     output = None if model._has_named_heads else output_embeddings_of(model)
     return output is None or output.weight is table
 
@@ -307,13 +303,13 @@ def _follows(model: AdaptedModel, table: Tensor) -> bool:
 
 @contextlib.contextmanager
 def own_in_place(model: AdaptedModel) -> Iterator[bool]:
-    """Let a model be saved with its own table; yield whether another was active."""
+    """Return a context in which the model's own table is active; yields whether another was."""
     name = model._adapter_state.embeddings
     if name == DEFAULT:
         yield False
         return
     activate(model, DEFAULT)
-    # the config entry of the saved model names them
+    # the saved config names them
     model._adapter_state.coming_embeddings = name
     try:
         yield True
@@ -326,25 +322,24 @@ def check_plain(model: AdaptedModel) -> None:
     """Check that a plain model can have the active embeddings.
 
     Raises:
-        StateError: its output layer is not tied, and its config has one number of tokens.
+        StateError: its output layer is not tied to them, and the config has a single `vocab_size`.
     """
     active = model._adapter_state.embeddings
-    table = layer_of(model).weight if active != DEFAULT else None
-    if table is not None and not _follows(model, table):
+    if active != DEFAULT and not _follows(model, layer_of(model).weight):
         raise StateError(
             f"the embeddings {active!r} are active, and the output layer is not tied to them. "
             f"Write set_active_embeddings({DEFAULT!r}) first."
         )
 
 
-# --- what does not fit ---
+# --- checks ---
 
 
 def _refuse_change(model: AdaptedModel) -> None:
-    """Refuse to replace a table on whose size or values something else depends.
+    """Refuse to replace the active table where its size or values are in use.
 
     Raises:
-        StateError: something does.
+        StateError: they are.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_while_batching(model)
@@ -353,9 +348,8 @@ def _refuse_change(model: AdaptedModel) -> None:
         how = "offloaded" if layer.weight.is_meta else "quantized"
         raise StateError(f"the table of tokens is {how}. Load the model without that.")
     setups = [plan.setup for plan in (active.default.plan, *active.overrides) if plan.setup]
-    acting = dict.fromkeys(name for setup in setups for name in setup.flatten())
     state = model._adapter_state
-    for name in (*acting, *state.merged):
+    for name in (*(name for setup in setups for name in setup.flatten()), *state.merged):
         if name in state.records and at_table(model, state.records[name].places):
             raise StateError(
                 f"{name!r} adapts the table of tokens and has its size. Write "
@@ -390,10 +384,10 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
 
 
 def check_table(model: AdaptedModel, name: str) -> None:
-    """Check that an adapter has a table, or can get one.
+    """Check that an adapter has its own table, or can get one.
 
     Raises:
-        StateError: it cannot.
+        StateError: it cannot get one.
     """
     paths = _embedding_paths(model)
     if tables_of(model, name):
@@ -406,7 +400,7 @@ def check_table(model: AdaptedModel, name: str) -> None:
             f"{name!r} already adapts {listing(taken)}, the embeddings to be trained in full. "
             f"Leave train_embeddings out, or train them with an adapter in a Stack with {name!r}."
         )
-    # the copy of an embedding that cannot have one is refused
+    # raises if the embedding cannot have a copy
     blank_copy(layer_in(model, paths[0]), paths[0], torch.device("meta"))
 
 
@@ -416,13 +410,13 @@ def with_table(
     paths: tuple[str, ...],
     device: torch.device | None = None,
 ) -> AdapterRecord:
-    """Return an adapter that is not in the model with a fresh table.
+    """Return the record of an adapter that is not in the model yet, with a new table.
 
     Args:
-        model: with adapters.
-        record: of the adapter, with its modules.
-        paths: of the embeddings, which share one table.
-        device: None: that of the first.
+        model: a model with adapters.
+        record: the record of the adapter, with its modules.
+        paths: paths of the embeddings, which share one table; without any, there is no table.
+        device: the table's device; None: that of the first embedding.
     """
     if not paths:
         return record
@@ -439,13 +433,13 @@ def with_table(
 
 
 def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = None) -> None:
-    """Give an adapter a table with the values of the base model, unless it has one.
+    """Give an adapter its own table with the base model's values, unless it has one.
 
     Args:
-        model: with adapters.
-        name: of the adapter.
-        paths: of the embeddings; None: those that share the table of the input embeddings, which
-            a model that is being loaded cannot tell yet.
+        model: a model with adapters.
+        name: name of the adapter.
+        paths: paths of the embeddings; None: those that share the table of the input embeddings,
+            which are not known yet while a model is being loaded.
     """
     if tables_of(model, name):
         return
@@ -456,7 +450,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     init_values(model, paths[0], record.coming[paths[0]])
     plan, order = model._active.default.plan, list(records)
     check_setup(model, plan.setup, plan.skip_layers, records={name: record})
-    # its head and the parameters that it shares stay
+    # its head stays, and so do the parameters that it shares
     uninstall(model, name)
     install(model, name, record)
     for each in order:
@@ -470,12 +464,12 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
 def compact(
     model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return the file's entry for a table, and an adapter's tensors with only its changed rows.
+    """Return the file's entry for a table, and the adapter's tensors with only the changed rows.
 
     Args:
-        model: with adapters.
-        name: of the adapter.
-        tensors: all of them, as checkpoints name them.
+        model: a model with adapters.
+        name: name of the adapter.
+        tensors: all tensors of the adapter, by their keys in checkpoints.
     """
     paths = tables_of(model, name)
     if not paths:
@@ -494,15 +488,15 @@ def compact(
 def expand(
     model: AdaptedModel, entry: object, tensors: Mapping[str, Tensor]
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """Return the paths of a file's table, and the file's tensors with the whole of it.
+    """Return the paths of a file's table, and the file's tensors with the whole table.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         entry: the file's entry for a table; None without one.
-        tensors: of the file.
+        tensors: the tensors in the file.
 
     Raises:
-        CheckpointError: it does not fit the embeddings of this model.
+        CheckpointError: the table does not fit the embeddings of this model.
     """
     if entry is None:
         return (), dict(tensors)
@@ -539,11 +533,11 @@ def expand(
 
 
 def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
-    """Return the rows whose bits differ; None if they are many or cannot be compared."""
+    """Return the numbers of the rows whose bits differ; None if too many do, or it is unknown."""
     plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in (table, base))
     if not plain or table.dtype is not base.dtype or table.shape != base.shape:
         return None
-    # -0 and NaN have bits too
+    # compare bits, since −0 equals 0 and NaN does not equal itself
     pairs = [t.cpu().contiguous().view(torch.uint8) for t in (table, base)]
     rows = (pairs[0] != pairs[1]).any(dim=1).nonzero().flatten()
     return rows if 2 * len(rows) < len(table) else None
@@ -553,21 +547,21 @@ def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
 
 
 def update_outputs(model: AdaptedModel) -> None:
-    """Let the output layers that are tied to a table now have the rows of adapters."""
+    """Update the rows of adapters in output layers that are tied to a table, and list all ties."""
     if update_rows(model):
         replan(model)
-        list_ties(model)
+    list_ties(model)
 
 
 def after_loading(model: AdaptedModel) -> None:
-    """Activate the saved embeddings, and complete the rows of adapters: all has its values now."""
+    """Activate the saved embeddings and complete the rows of adapters, after all is loaded."""
     name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
     if name is not None:
         activate(model, name)
     for name in model._adapter_state.records:
         own = dict(modules_of(model, name)) if (paths := rows_of(model, name)) else {}
         for path in paths:
-            # a model that was made on the meta device has no numbers of tokens
+            # on the meta device, where the model was built, the numbers of tokens have no values
             cast("TokenRows", own[path]).renumber()
     update_outputs(model)
 
@@ -578,16 +572,15 @@ def share(
     name: str | None = None,
     reference: str | None = None,
 ) -> None:
-    """Let adapters have the same parameters, with the values of one of them.
+    """Make adapters share the parameters of one of them.
 
     Raises:
-        FieldError: their method shares nothing.
-        ConfigError: their configs or the reference do not fit.
+        FieldError: their method has no parameters to share.
+        ConfigError: their configs or shapes differ, or the reference is not one of them.
     """
     names = _sharers(model, adapter_names)
-    configs = [model._adapter_state.find(each).config for each in names]
-    wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
-    if wrong:
+    configs = {each: model._adapter_state.records[each].config for each in names}
+    if wrong := [n for n, config in configs.items() if not isinstance(config, MultiTaskConfig)]:
         sharing = [name for name, c in architectures.items() if issubclass(c, MultiTaskConfig)]
         raise FieldError(
             f"the method of {wrong[0]!r} shares no parameters. Add adapters of {listing(sharing)}."
@@ -597,7 +590,7 @@ def share(
         raise ConfigError(f"reference_adapter_name={reference!r} is not one of {listing(names)}.")
     shapes = [{k: p.shape for k, p in shareable_of(model, each).items()} for each in names]
     other = next((n for n, own in zip(names, shapes, strict=True) if own != shapes[0]), None)
-    if other is not None or len({type(config) for config in configs}) > 1:
+    if other is not None or len(set(map(type, configs.values()))) > 1:
         raise ConfigError(
             f"{names[0]!r} and {other or names[-1]!r} differ in layers or shapes of parameters. "
             f"Add adapters of equal configs."
@@ -608,7 +601,7 @@ def share(
 
 
 def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | None = None) -> None:
-    """Give adapters the parameters of the first."""
+    """Give adapters the parameters of the first, and list the group."""
     own = shareable_of(model, first)
     for each in names:
         _replace(model, each, lambda place, _: own[place])
@@ -621,10 +614,10 @@ def unshare(
     adapter_names: Composition | Sequence[str] | str,
     name: str | None = None,
 ) -> None:
-    """Give each of several adapters its own parameters again, with the values of now.
+    """Give each of several adapters its own parameters again, with their present values.
 
     Raises:
-        StateError: they share nothing.
+        StateError: one shares no parameters.
     """
     names, sharing = _sharers(model, adapter_names), model._adapter_state.sharing
     groups = [*sharing.values()] if name is None else [sharing.get(name, ())]
@@ -637,9 +630,9 @@ def unshare(
 
 
 def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
-    """Let adapters that come from files share parameters that have the same bits as others'.
+    """Make adapters that were loaded share parameters that equal those of another adapter.
 
-    Fresh adapters that were drawn from one seed have equal bits too, and B is zero.
+    New adapters with the same seed are equal too; a zero B shows them, and they are left alone.
     """
     state = model._adapter_state
     for name in names:
@@ -664,16 +657,16 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
 
 
 def _group_name(names: Sequence[str]) -> str:
-    """Return the name of a group that was given none; different groups have different ones."""
+    """Return the default name of a group; different groups have different names."""
     return repr([*names]) if any("," in name for name in names) else ",".join(names)
 
 
 def _sharers(model: AdaptedModel, given: Composition | Sequence[str] | str) -> tuple[str, ...]:
-    """Return the adapters that are named: a composition, a list, or names with commas between.
+    """Return the names of adapters in a composition, a list, or a string with commas.
 
     Raises:
-        StateError: one is merged or in use, or the model is sharded.
-        UnknownNameError: one is unknown.
+        StateError: an adapter is merged or in use, or the model is sharded.
+        UnknownNameError: an adapter is unknown.
     """
     listed = given.split(",") if isinstance(given, str) else given
     names = listed.flatten() if isinstance(listed, Composition) else tuple(listed)
@@ -691,7 +684,7 @@ def _replace(
     name: str,
     made: Callable[[tuple[str, str], nn.Parameter], nn.Parameter],
 ) -> None:
-    """Put other parameters in the place of those that an adapter can share."""
+    """Replace the parameters that an adapter can share."""
     modules = dict(modules_of(model, name))
     for (path, key), parameter in shareable_of(model, name).items():
         owner, _, own = key.rpartition(".")

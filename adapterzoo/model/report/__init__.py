@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -194,18 +195,14 @@ def _blocks(model: AdaptedModel, placed: Iterable[Placement]) -> Iterator[BlockR
     for block in anatomy.blocks:
         there = [site for site in block.sites if site.name not in in_parts - whole]
         there += [site for site in block.parts if site.name in in_parts]
-        found: dict[str, int] = {}
-        for site in there:
-            kind = _kind(model, site)
-            found[kind] = found.get(kind, 0) + 1
+        found = Counter(_kind(model, site) for site in there)
         # norms and the like count only if the adapter is at some of that kind
-        for site in (*anatomy.others, *anatomy.convolutions):
-            if site.layer == block.layer and (kind := _kind(model, site)) in kinds:
-                found[kind] = found.get(kind, 0) + 1
+        others = (s for s in (*anatomy.others, *anatomy.convolutions) if s.layer == block.layer)
+        found.update(kind for kind in (_kind(model, s) for s in others) if kind in kinds)
         for kind, stack, attends in places:
             if stack == block.stack and (not attends or block.layer in attending):
                 found.setdefault(kind, 1)
-        yield BlockReport(block.path, block.stack, found)
+        yield BlockReport(block.path, block.stack, dict(found))
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -80,7 +80,7 @@ def _write(figure: Any, path: str | os.PathLike[str]) -> None:
 
 def _figure(report: Any, make: Any, mpl: Any) -> Any:
     kinds, blocks = report.shown_kinds(), report.blocks if report.shown_kinds() else ()
-    labels = [_label(report, number_) for number_ in range(len(blocks))]
+    labels = [report._label(n) for n in range(len(blocks))]
     row = _ROW if len(blocks) <= _MOST else _LOW_ROW
     left = 0.25 + _LETTER * max(map(len, labels), default=0)
     wide = max(left + _COLUMN * len(kinds) + _SCALE, 6.5)
@@ -90,26 +90,23 @@ def _figure(report: Any, make: Any, mpl: Any) -> Any:
     below = _wrapped([*_outside(report), *faults], letters)
     titles = [_title(kind) for kind in kinds]
     over = max((title.count("\n") + 1 for title in titles), default=0)
-    tall = row * len(blocks)
-    top, bottom = 0.3 + _LINE * (len(above) + over), 0.5 + _LINE * len(below)
-    figure = make(figsize=(wide, top + tall + bottom), facecolor="white")
+    tall, bottom = row * len(blocks), 0.5 + _LINE * len(below)
+    whole = 0.3 + _LINE * (len(above) + over) + tall + bottom
+    figure = make(figsize=(wide, whole), facecolor="white")
 
     def write(lines: list[str], y: float) -> None:
         for line in lines:
             color = _FAULT if line.startswith("fault: ") else _INK
             weight = "bold" if line is above[0] or color == _FAULT else "normal"
-            figure.text(
-                0.15 / wide, y / (top + tall + bottom), line, va="top", color=color, weight=weight
-            )
+            figure.text(0.15 / wide, y / whole, line, va="top", color=color, weight=weight)
             y -= _LINE
 
-    write(above, top + tall + bottom - 0.12)
+    write(above, whole - 0.12)
     write(below, bottom - 0.42)
-    axes = figure.add_axes(
-        (left / wide, bottom / (top + tall + bottom), _COLUMN * max(len(kinds), 1) / wide,
-         row * max(len(blocks), 1) / (top + tall + bottom))
-    )  # fmt: skip
-    axes.set(xlim=(0, max(len(kinds), 1)), ylim=(max(len(blocks), 1), 0))
+    columns, rows = max(len(kinds), 1), max(len(blocks), 1)
+    box = left / wide, bottom / whole, _COLUMN * columns / wide, row * rows / whole
+    axes = figure.add_axes(box)
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
     axes.set_xticks([n + 0.5 for n in range(len(kinds))], titles)
     axes.set_yticks([n + 0.5 for n in range(len(blocks))], labels)
     axes.tick_params(axis="y", labelsize=9 if row == _ROW else 6)
@@ -127,10 +124,8 @@ def _figure(report: Any, make: Any, mpl: Any) -> Any:
             axes.axhline(number_, color=_INK, linewidth=1.2)
     if shades.norm is not None:
         high = min(tall, _BAR)
-        bar = figure.add_axes(
-            (1 - 0.85 / wide, (bottom + tall - high) / (top + tall + bottom), 0.16 / wide,
-             high / (top + tall + bottom))
-        )  # fmt: skip
+        box = 1 - 0.85 / wide, (bottom + tall - high) / whole, 0.16 / wide, high / whole
+        bar = figure.add_axes(box)
         mapped = mpl.cm.ScalarMappable(norm=shades.norm, cmap=shades.map)
         steps = [shades.norm.inverse(step / 3) for step in range(4)]
         figure.colorbar(mapped, cax=bar).set_ticks(steps, labels=map(number, steps))
@@ -215,11 +210,6 @@ def _draw_legend(axes: Any, mpl: Any, report: Any, tall: float) -> None:
     )  # fmt: skip
 
 
-def _label(report: Any, number_: int) -> str:
-    path = report.blocks[number_].path
-    return f"{path} ({LEFT_OUT})" if number_ in report.blocks_left_out else path
-
-
 def _title(kind: str) -> str:
     """Return the title of a column, broken into lines that fit."""
     lines = kind.replace(".", ".\n").replace(" ", "\n").split("\n")
@@ -228,12 +218,8 @@ def _title(kind: str) -> str:
 
 
 def _outside(report: Any) -> list[str]:
-    found = [
-        f"outside blocks: {site.path or site.kind} {Cell((site,), 1)}"
-        for site in report.sites
-        if site.block < 0
-    ]
-    return found[:6]
+    sites = [site for site in report.sites if site.block < 0][:6]
+    return [f"outside blocks: {site.path or site.kind} {Cell((site,), 1)}" for site in sites]
 
 
 def _wrapped(lines: Any, letters: int) -> list[str]:

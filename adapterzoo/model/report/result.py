@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterzoo.errors import columns
+from adapterzoo.errors import columns, listing
 
 from .picture import draw
 from .sites import LEFT_OUT, BlockReport, Cell, HeadReport, SiteReport, number
@@ -16,6 +17,8 @@ from .sites import LEFT_OUT, BlockReport, Cell, HeadReport, SiteReport, number
 _SHARED = "shared by its layers"
 # a change larger than the weight itself is hardly intended
 _HUGE = 1.0
+# names the first paths, and how many more there are
+_some = functools.partial(listing, limit=3, show=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,8 @@ class AdapterReport:
     @property
     def left_out(self) -> dict[str, tuple[int, ...]]:
         """The kinds that the adapter reaches, with the blocks where it leaves out some of them."""
-        found = {
-            kind: tuple(n for n in range(len(self.blocks)) if self._lacks(n, kind))
-            for kind in self.kinds
-        }
+        lacking = [(n, kind) for n, kind, cell in self.cells() if len(cell.sites) < cell.there]
+        found = {kind: tuple(n for n, other in lacking if other == kind) for kind in self.kinds}
         return {kind: numbers for kind, numbers in found.items() if numbers}
 
     @property
@@ -106,9 +107,9 @@ class AdapterReport:
                 sites = tuple(at.get((place, kind), ()))
                 yield place, kind, Cell(sites, max(block.kinds.get(kind, 0), len(sites)))
 
-    def _lacks(self, number: int, kind: str) -> bool:
-        there = self.blocks[number].kinds.get(kind, 0)
-        return sum(s.block == number and s.kind == kind for s in self.sites) < there
+    def _label(self, number: int) -> str:
+        path = self.blocks[number].path
+        return f"{path} ({LEFT_OUT})" if number in self.blocks_left_out else path
 
     # --- in words ---
 
@@ -156,19 +157,18 @@ class AdapterReport:
     def faults(self) -> tuple[str, ...]:
         """Return what looks wrong, one line for each; none for a good adapter."""
         found = [self.unreached(), self.without_gradient()]
-        known = [(site, site.relative) for site in self.sites]
         broken = [s.path or _SHARED for s in self.sites if not s.is_finite]
-        huge = [s.path for s, r in known if r is not None and r > _HUGE]
+        huge = [s.path for s in self.sites if (s.relative or 0.0) > _HUGE]
         if broken:
-            found.append(f"NaN or infinite values at {some(broken)}")
+            found.append(f"NaN or infinite values at {_some(broken)}")
         if huge:
-            found.append(f"a change larger than the weight itself at {some(huge)}")
+            found.append(f"a change larger than the weight itself at {_some(huge)}")
         frozen = [h.name for h in self.heads if self.is_trainable and not h.is_trained]
         if frozen:
-            found.append(f"the head {some(frozen)} is not trained")
+            found.append(f"the head {_some(frozen)} is not trained")
         idle = [h.name for h in self.heads if h.is_trained and h.is_dead]
         if idle:
-            found.append(f"no gradient at the head {some(idle)}")
+            found.append(f"no gradient at the head {_some(idle)}")
         return tuple(filter(None, found))
 
     def unreached(self) -> str:
@@ -180,7 +180,7 @@ class AdapterReport:
 
     def without_gradient(self) -> str:
         """Return the fault of sites that got no gradient; empty without any."""
-        return f"no gradient at {some(self.dead)}" if self.dead else ""
+        return f"no gradient at {_some(self.dead)}" if self.dead else ""
 
     def __str__(self) -> str:
         """Return the summary, the faults, and ‖ΔW‖ / ‖W‖ for each block and kind of layer."""
@@ -199,20 +199,14 @@ class AdapterReport:
         measured = any(site.change is not None for site in self.sites)
         title = "‖ΔW‖ / ‖W‖" if measured else "block"
         rows = [[title, *kinds]] if kinds else []
-        for number_, block in enumerate(self.blocks) if kinds else ():
-            at = [cells.get((number_, kind)) for kind in kinds]
-            name = f"{block.path} ({LEFT_OUT})" if number_ in self.blocks_left_out else block.path
-            rows.append([name, *(self._text(kind, c) for kind, c in zip(kinds, at, strict=True))])
+        for n in range(len(self.blocks)) if kinds else ():
+            at = [self._text(kind, cells.get((n, kind))) for kind in kinds]
+            rows.append([self._label(n), *at])
         lines = columns(rows, [False, *[True] * len(kinds)]) if rows else []
         outside = [
-            [
-                site.path or _SHARED,
-                site.kind,
-                str(Cell((site,), 1)),
-                f"{site.parameters:,} parameters",
-            ]
-            for site in self.sites
-            if site.block < 0
+            [s.path or _SHARED, s.kind, str(Cell((s,), 1)), f"{s.parameters:,} parameters"]
+            for s in self.sites
+            if s.block < 0
         ]
         if outside:
             lines += [*([""] if lines else []), *columns(outside, [False, False, True, True])]
@@ -271,12 +265,6 @@ class AdapterReport:
             StateError: matplotlib is not installed.
         """
         return draw(self, path)
-
-
-def some(paths: Sequence[str], limit: int = 3) -> str:
-    """Return the first paths, and how many more there are."""
-    rest = len(paths) - limit
-    return ", ".join(paths[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def in_words(blocks: Sequence[int]) -> str:
