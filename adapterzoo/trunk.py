@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.utils import output_capturing
 
@@ -338,9 +339,7 @@ class _BlockCall(NamedTuple):
         Args:
             out: the output for the distinct rows.
         """
-        y = out
-        while isinstance(y, (tuple, list, Mapping)) and y:
-            y = next(iter(y.values())) if isinstance(y, Mapping) else y[0]
+        y = next(iter(tree_leaves(out)), None)
         few = len(self.rows.first)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[0] != few:
             shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
