@@ -454,7 +454,7 @@ def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
             fusible_paths(model, asked)
             again = "" if found is None else ", overwrite_ok=True"
             raise StateError(
-                f"{fuse!r} has no fusion layers. Write add_adapter_fusion({fuse!r}{again})."
+                f"no fusion layers for {fuse!r}. Write add_adapter_fusion({fuse!r}{again})."
             )
 
 

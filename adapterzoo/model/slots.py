@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ from adapterzoo.runtime import Plan
 from . import adapters, sharding
 from .hf import guards
 from .state import AdaptedModel, AdapterRecord, dtype_of, layer_in, stacks_of
-
-if TYPE_CHECKING:
-    from adapterzoo.serving.pool import AdapterPool
 
 Values: TypeAlias = "Mapping[str, Tensor | float]"
 """The `row_tensors` of an adapter at one layer."""
@@ -312,12 +309,12 @@ def to_host(stored: Stored, pin: bool = False) -> dict[str, dict[str, Any]]:
     return {path: {n: moved(v) for n, v in own.items()} for path, own in stored.items()}
 
 
-def put(model: AdaptedModel, pool: AdapterPool, shelves: Sequence[Shelf]) -> Plan:
+def put(model: AdaptedModel, pool: object, shelves: Sequence[Shelf]) -> Plan:
     """Let the layers of a model read the slots, and return the plan that does so.
 
     Args:
         model: the model with the layers.
-        pool: the pool that fills the slots.
+        pool: the `AdapterPool` that fills the slots.
         shelves: the shelves with the slots.
 
     Raises:

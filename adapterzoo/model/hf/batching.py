@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import transformers
 from packaging.version import Version
@@ -62,9 +62,6 @@ from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
 from .guards import Requests, watch
-
-if TYPE_CHECKING:
-    from adapterzoo.serving.pool import AdapterPool
 
 try:
     from transformers.generation.continuous_batching import continuous_api
@@ -134,7 +131,7 @@ class Variant:
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
     alone: str = ""
-    pool: AdapterPool | None = None
+    pool: Any = None
     member: str | None = None
 
 
@@ -150,7 +147,7 @@ def asked_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
     Raises:
         AdapterZooError: see there.
     """
-    pool: AdapterPool | None = model._adapter_state.pool
+    pool = model._adapter_state.pool
     name = None if adapter_name == BASE else adapter_name
     if name is ACTIVE and model._active.plan.setup is None:
         name = None
@@ -507,7 +504,7 @@ class Batch(Requests):
             for key in keys:
                 pin = cast("Pinned | None", self.pins.pop(key, None))
                 if pin is not None and pin.member is not None:
-                    pool = cast("AdapterPool", pin.variant.pool)
+                    pool = pin.variant.pool
                     if pin.lease is not None:
                         pool.release(pin.lease)
                     pool.disclaim(pin.member)
@@ -519,7 +516,7 @@ class Batch(Requests):
         if pin is None or pin.member is None:
             return True
         if pin.lease is None:
-            pin.lease = cast("AdapterPool", pin.variant.pool).lease(pin.member)
+            pin.lease = pin.variant.pool.lease(pin.member)
         return pin.lease is not None
 
     def settle(self, alive: Collection[str]) -> None:
@@ -1003,11 +1000,11 @@ if is_tested():
             return replace(cast("Plan", mixed), rows=packed), False
 
         def _rows_of_slots(
-            self, pool: AdapterPool, model: nn.Module, batch: Any, pins: Sequence[Pinned]
+            self, pool: Any, model: nn.Module, batch: Any, pins: Sequence[Pinned]
         ) -> SlotRows:
             """Return the slot of each token of a step."""
             leases, counts, outputs = self._layout(model, batch, [pin.lease for pin in pins])
-            rows = pool.rows(leases, counts, True)
+            rows: SlotRows = pool.rows(leases, counts, True)
             if outputs is not None:
                 rows.outputs = pool.rows(outputs, [1] * len(outputs), True)
                 rows.outputs.entered = True
