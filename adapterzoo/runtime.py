@@ -145,8 +145,10 @@ class Plan:
                 plans.append(plan)
             numbers.append(plans.index(plan))
         if len(plans) > 1:
-            reading = (a for site in inside.values() for a in site.adapters or () if _reads_call(a))
-            if any(reading) or any(captures[s] != self.captures[s] for s in captures):
+            adapters = (a for site in inside.values() for a in site.adapters or ())
+            modules = (module for adapter in adapters for module in adapter.modules())
+            reads_call = any(getattr(module, "reads_call", False) for module in modules)
+            if reads_call or any(captures[s] != self.captures[s] for s in captures):
                 raise CompositionError(
                     f"{self.setup!r}: at {root!r}, which has experts, an adapter reads the call of "
                     "the model. Exclude its layers (exclude_modules=[…]), or activate one adapter."
@@ -161,10 +163,6 @@ def tokens_key(path: str) -> str:
         path: of the module whose calls are divided.
     """
     return f"*{path}"
-
-
-def _reads_call(adapter: nn.Module) -> bool:
-    return any(getattr(part, "reads_call", False) for part in adapter.modules())
 
 
 class Default:

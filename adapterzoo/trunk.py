@@ -23,23 +23,14 @@ from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
-from transformers import cache_utils
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.utils import output_capturing
 
-from .errors import StateError
+from .errors import AdapterZooError, StateError
 from .kernels.grouped import on_device
 
-try:
-    from transformers.utils import output_capturing
-except ImportError:
-    # older versions collect the outputs of inner modules in another way
-    output_capturing = None  # type: ignore[assignment]
-
-# caches and their layers
-_CACHES = tuple(
-    getattr(cache_utils, name)
-    for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-    if hasattr(cache_utils, name)
-)
+_CACHES = Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 # types of argument values that have no rows
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, nn.Module)
 # largest relative difference between equal rows that were computed at different places of a batch
@@ -179,6 +170,7 @@ class Trunk:
 
         Raises:
             StateError: the rows of an input are unknown.
+            Exception: of the block, with a note.
         """
         call = _BlockCall.of(path, self.index, args[0] if args else next(iter(kwargs.values())))
         stack = path.rpartition(".")[0]
@@ -192,11 +184,15 @@ class Trunk:
         self.running = path
         try:
             out = forward(*inputs, **named)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if isinstance(error, (StateError, torch.OutOfMemoryError)):
-                raise
-            # an input whose rows are not its first dimension
-            _refuse(path, f"failed on {len(call.rows.first)} rows ({error})", error)
+        except Exception as error:
+            # an input may have rows that are not its first dimension
+            if not isinstance(error, AdapterZooError):
+                few, every = len(call.rows.first), len(call.rows.index)
+                error.add_note(
+                    f"share_trunk: the block {path!r} got {few} of {every} rows, those that "
+                    f"differ. {_ADVICE} if it needs all of them."
+                )
+            raise
         finally:
             self.running = ""
         self.blocks[path] = None
@@ -280,7 +276,7 @@ class _BlockCall(NamedTuple):
         if isinstance(value, Tensor):
             return self._taken(value, name)
         if isinstance(value, _CACHES):
-            return _CacheOfRows(value, self.rows)
+            return _CacheOfRows(value, self)
         if isinstance(value, MutableMapping):
             return _Written(self, value, name)
         if isinstance(value, (tuple, list)):
@@ -327,7 +323,7 @@ class _BlockCall(NamedTuple):
                 split = value.view(few, tokens, -1)
                 return self.rows.spread(split).flatten(0, 1)  # [rows · tokens, …]
             return value
-        if type(value) is _CacheOfRows:
+        if type(value) in (_CacheOfRows, _Written):
             return value._whole
         if isinstance(value, Mapping):
             made = {key: self.spread(each) for key, each in value.items()}
@@ -343,9 +339,7 @@ class _BlockCall(NamedTuple):
         Args:
             out: the output for the distinct rows.
         """
-        y = out
-        while isinstance(y, (tuple, list, Mapping)) and y:
-            y = next(iter(y.values())) if isinstance(y, Mapping) else y[0]
+        y = next(iter(tree_leaves(out)), None)
         few = len(self.rows.first)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[0] != few:
             shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -369,14 +363,15 @@ class _Written(dict[Any, Any]):
 class _CacheOfRows:
     """The view that a block for the distinct rows has of a cache of all rows, or of its layers.
 
-    Its methods take and return tensors of the distinct rows.
+    Its methods take and return tensors of the distinct rows. Tensors with more than one dimension
+    have rows: keys and values, and the states of a linear attention.
     """
 
-    __slots__ = ("_rows", "_whole")
+    __slots__ = ("_call", "_whole")
 
-    def __init__(self, whole: Any, rows: Distinct) -> None:
+    def __init__(self, whole: Any, call: _BlockCall) -> None:
         object.__setattr__(self, "_whole", whole)
-        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_call", call)
 
     @property  # type: ignore[misc]  # a read-only one
     def __class__(self) -> Any:
@@ -389,41 +384,51 @@ class _CacheOfRows:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._whole, name)
         if not inspect.ismethod(value):
-            return self._seen(value)
+            return self._taken(value)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            named = {key: self._all(each) for key, each in kwargs.items()}
-            return self._seen(value(*map(self._all, args), **named))
+            named = {key: self._spread(each) for key, each in kwargs.items()}
+            return self._taken(value(*map(self._spread, args), **named))
 
         return method
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._whole, name, self._all(value))
+        setattr(self._whole, name, self._spread(value))
 
-    def _seen(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            has_rows = value.dim() > 2 and value.shape[0] == len(self._rows.index)
-            return self._rows.taken(value) if has_rows else value
+    def _taken(self, value: Any) -> Any:
         if isinstance(value, _CACHES):
-            return _CacheOfRows(value, self._rows)
+            return _CacheOfRows(value, self._call)
         if type(value) in (tuple, list):
-            return type(value)(map(self._seen, value))
-        return value
+            return type(value)(map(self._taken, value))
+        rows = self._call.rows
+        return rows.taken(value) if self._has_rows(value, len(rows.index)) else value
 
-    def _all(self, value: Any) -> Any:
-        has_rows = isinstance(value, Tensor) and value.dim() > 2
-        is_few = has_rows and value.shape[0] == len(self._rows.first)
-        return self._rows.spread(value) if is_few else value
+    def _spread(self, value: Any) -> Any:
+        rows = self._call.rows
+        return rows.spread(value) if self._has_rows(value, len(rows.first)) else value
+
+    def _has_rows(self, value: Any, count: int) -> bool:
+        """Return whether a value is a tensor with rows, and check their number.
+
+        Raises:
+            StateError: it does not have this number of rows.
+        """
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return False
+        if value.shape[0] != count:
+            what = f"{list(value.shape)} for {count} rows"
+            _refuse(self._call.path, f"has a {type(self._whole).__name__} with {what}")
+        return True
 
 
 def _collected() -> Mapping[str, list[Any]]:
     """Return the inner outputs that transformers is collecting, such as attentions."""
-    collector = getattr(output_capturing, "_active_collector", None)
+    collector = output_capturing._active_collector
     # compiled code cannot read a context variable; transformers then uses another collector
-    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+    if torch.compiler.is_compiling() and not collector.compiling:
         return {}
     return {name: own for name, own in (collector.get() or {}).items() if isinstance(own, list)}
 
 
-def _refuse(path: str, why: str, cause: Exception | None = None) -> Never:
-    raise StateError(f"share_trunk: the block {path!r} {why}. {_ADVICE}.") from cause
+def _refuse(path: str, why: str) -> Never:
+    raise StateError(f"share_trunk: the block {path!r} {why}. {_ADVICE}.")

@@ -489,6 +489,26 @@ def test_the_cache_of_the_trunk_has_all_rows(family):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+def test_states_without_tokens_are_cached_for_all_rows():
+    # it caches keys, values, and the last values of each row, [rows, d]
+    plain, inputs = tiny_model("zaya")
+    model = init(plain)
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, "lora[leave_out=[0]]")
+        stir(model, name, seed)
+    model.set_active_adapters(Parallel("a", "b"))
+    found = []
+    for share in (False, True):
+        model.share_trunk(share)
+        with torch.no_grad():
+            cache = model(**inputs, use_cache=True)["past_key_values"]
+        own = [tree_leaves(vars(layer)) for layer in cache.layers]
+        found.append([t for leaves in own for t in leaves if isinstance(t, Tensor)])
+    assert model.shared_blocks == (0,)
+    assert 2 in {t.dim() for t in found[0]}
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
 # --- training ---
 
 
@@ -662,3 +682,24 @@ def test_equal_rows_that_become_random_are_refused_unless_by_dropout():
     assert model.shared_blocks == (0,)
     assert torch.equal(*states[1].chunk(2))
     assert not torch.equal(*states[0].chunk(2))
+
+
+def test_errors_of_a_block_remain_and_say_how_many_rows_it_got():
+    model = with_adapters("bert")
+    model.share_trunk()
+
+    def fails(module, args):
+        raise ValueError("the user's own")
+
+    hook = model.encoder.layer[0].attention.register_forward_pre_hook(fails)
+    with torch.no_grad(), pytest.raises(ValueError, match="the user's own") as caught:
+        model(**inputs_of("bert"))
+    assert type(caught.value) is ValueError
+    (note,) = caught.value.__notes__
+    assert "'encoder.layer.0' got 2 of 6 rows" in note
+    assert "Write model.share_trunk(False)" in note
+    hook.remove()
+    # nothing remains of the call
+    with torch.no_grad():
+        model(**inputs_of("bert"))
+    assert model.shared_blocks == (0, 1)

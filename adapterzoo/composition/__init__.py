@@ -4,8 +4,8 @@ Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 
 A composition names adapters. It is data: immutable, compared by value, checked when created. A
 child is the name of an adapter or another composition; where the batch or the sequence is divided,
-it may also be None, the base model. Any composition can contain any other, except those in
-`REFUSED`.
+it may also be None, the base model. Any composition can contain any other, except those that it
+names in `refused`.
 
 An adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
 deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel`, `MultiTask` with
@@ -34,31 +34,6 @@ Child: TypeAlias = "str | Node | None"
 Setup: TypeAlias = "Child | Sequence[Child]"
 """What users write for a composition: also a name, a list, or None for the base model."""
 
-EXAMPLES: Mapping[str, str] = {
-    "Stack": "Stack('a', 'b')",
-    "Fuse": "Fuse('a', Stack('b', 'c'))",
-    "Split": "Split('a', Stack('b', 'c'), splits=[32, 96])",
-    "BatchSplit": "BatchSplit('a', Stack('b', 'c'), batch_sizes=[2, 6])",
-    "Parallel": "Parallel('a', Stack('b', 'c'))",
-    "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
-    "MultiTask": "MultiTask('a', Stack('b', 'c'))",
-}
-"""A valid call of each, shown in errors."""
-
-REFUSED: Mapping[str, tuple[frozenset[str], str]] = {
-    "Fuse": (
-        frozenset(("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split")),
-        "attends to the outputs of single adapters",
-    ),
-    "Parallel": (frozenset(("Parallel",)), "repeats the batch once for each child"),
-    "BatchSplit": (frozenset(("MultiTask", "Parallel")), "fixes the rows of each child"),
-    "MultiTask": (
-        frozenset(("BatchSplit", "MultiTask", "Parallel")),
-        "assigns the rows itself",
-    ),
-}
-"""The nodes that each cannot contain, at any depth, and the reason."""
-
 
 class Names(tuple[str, ...]):
     """Names of adapters in order; equal to a set of the same names, as in `adapters`."""
@@ -84,11 +59,18 @@ class Node:
 
     Attributes:
         children: names of adapters and compositions, in order.
+        takes_none: whether a child may be None, the base model.
+        refused: kinds of nodes that it cannot contain, at any depth.
+        reason: why it cannot.
+        example: arguments of a valid call, shown in errors.
     """
 
     children: tuple[Child, ...]
 
     takes_none: ClassVar[bool] = False
+    refused: ClassVar[tuple[str, ...]] = ()
+    reason: ClassVar[str] = ""
+    example: ClassVar[str] = "'a', Stack('b', 'c')"
 
     def __init__(self, *children: Child) -> None:
         """Compose the children.
@@ -172,14 +154,13 @@ class Node:
         legal = (str, Node, type(None)) if self.takes_none else (str, Node)
         inside = [child for child in self.children if isinstance(child, Node)]
         names = [type(node).__name__ for child in inside for node in child.nodes()]
-        refused, reason = REFUSED.get(kind, ((), ""))
         if not self.children or any(not isinstance(child, legal) for child in self.children):
             why = "children are names of adapters and compositions, at least one"
-        elif wrong := [name for name in names if name in refused]:
-            why = f"a {kind} cannot contain a {wrong[0]}: it {reason}"
+        elif wrong := [name for name in names if name in self.refused]:
+            why = f"a {kind} cannot contain a {wrong[0]}: it {self.reason}"
         else:
             return
-        raise CompositionError(f"{given}: {why}. Write {EXAMPLES[kind]}.")
+        raise CompositionError(f"{given}: {why}. Write {kind}({self.example}).")
 
 
 Composition: TypeAlias = Node
@@ -187,6 +168,8 @@ Composition: TypeAlias = Node
 
 class Stack(Node):
     """Adapters that act one after another: `Stack("language", "task")`; the first acts first."""
+
+    example = "'a', 'b'"
 
     def __init__(self, *children: Child) -> None:
         """Stack the adapters.
@@ -218,6 +201,9 @@ class Fuse(Node):
     """
 
     fusion: str | None
+
+    refused = "Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split"
+    reason = "attends to the outputs of single adapters"
 
     def __init__(self, *children: Child, name: str | None = None) -> None:
         """Fuse the adapters.
@@ -268,7 +254,8 @@ class Split(Node):
 
     splits: tuple[int, ...]
 
-    takes_none: ClassVar[bool] = True
+    takes_none = True
+    example = "'a', Stack('b', 'c'), splits=[32, 96]"
 
     def __init__(self, *children: Child, splits: Sequence[int] | int) -> None:
         """Divide the sequence.
@@ -294,7 +281,10 @@ class BatchSplit(Node):
 
     batch_sizes: tuple[int, ...]
 
-    takes_none: ClassVar[bool] = True
+    takes_none = True
+    refused = "MultiTask", "Parallel"
+    reason = "fixes the rows of each child"
+    example = "'a', Stack('b', 'c'), batch_sizes=[2, 6]"
 
     def __init__(self, *children: Child, batch_sizes: Sequence[int] | int) -> None:
         """Divide the batch.
@@ -313,7 +303,9 @@ class BatchSplit(Node):
 class Parallel(Node):
     """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one output for each."""
 
-    takes_none: ClassVar[bool] = True
+    takes_none = True
+    refused = ("Parallel",)
+    reason = "repeats the batch once for each child"
 
 
 class MultiTask(Node):
@@ -323,7 +315,9 @@ class MultiTask(Node):
     child.
     """
 
-    takes_none: ClassVar[bool] = True
+    takes_none = True
+    refused = "BatchSplit", "MultiTask", "Parallel"
+    reason = "assigns the rows itself"
 
     @property
     def tasks(self) -> tuple[str | None, ...]:
@@ -340,6 +334,8 @@ class Average(Node):
     """
 
     weights: tuple[float, ...]
+
+    example = "'a', Stack('b', 'c'), weights=[0.3, 0.7]"
 
     def __init__(
         self,

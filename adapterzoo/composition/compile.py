@@ -89,8 +89,7 @@ class Nested(LayerView):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the output with the adapters."""
-        adapted: Tensor = self._adapter(x, self._inner)
-        return adapted
+        return self._adapter(x, self._inner)
 
 
 @dataclass(slots=True)
@@ -283,8 +282,7 @@ def evaluate(
     for part in step:
         base = base if adapter is None else Nested(adapter, base)
         adapter = adapters[part] if isinstance(part, int) else functools.partial(part.run, adapters)
-    adapted: Tensor = adapter(x, base)
-    return adapted
+    return adapter(x, base)  # type: ignore[no-any-return]
 
 
 def fold(step: Step, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -469,10 +467,8 @@ class BatchedAdapters:
                 return base(x)
         found = [adapters[number] for number in distinct]
         if len(found) == 1 and all(of_parts[part] == 0 for part, _, _ in layout.runs):
-            y: Tensor = found[0](x, base)
-        else:
-            y = on_rows(found, layout.groups(of_parts), x, base)
-        return y
+            return found[0](x, base)  # type: ignore[no-any-return]
+        return on_rows(found, layout.groups(of_parts), x, base)
 
 
 def on_rows(adapters: Sequence[Any], groups: RowGroups, x: Tensor, base: BaseLayer) -> Tensor:
@@ -490,8 +486,7 @@ def on_rows(adapters: Sequence[Any], groups: RowGroups, x: Tensor, base: BaseLay
     for name, first in each[0].items():
         values = [own[name] for own in each]
         stacks[name] = stacked(values) if isinstance(first, Tensor) else values
-    y: Tensor = adapters[0].forward_rows(stacks, groups, x, base)
-    return y
+    return adapters[0].forward_rows(stacks, groups, x, base)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -693,26 +688,19 @@ class Copies:
 
             named = {key: own(value) for key, value in kwargs.items()}
             parts.append(found[part](*map(own, args), **named))
-        whole = _joined(parts, layout)
-        return _turned_back(whole) if packed else whole
+        return _joined(parts, layout, packed)
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output for a layer with one argument; see `call`."""
         return cast("Tensor", self.call(adapters, base, (x,), {}, rows))
 
 
-def _turned_back(value: Any) -> Any:
-    """Return packed requests `[1, tokens, …]` from their tokens `[tokens, 1, …]`."""
-    if isinstance(value, tuple):
-        return tuple(map(_turned_back, value))
-    return value.transpose(0, 1)
-
-
-def _joined(parts: list[Any], layout: RowLayout) -> Any:
-    first = parts[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(list(each), layout) for each in zip(*parts, strict=True))
-    return layout.restored(torch.cat(parts))  # [rows, …]
+def _joined(parts: Sequence[Any], layout: RowLayout, packed: bool) -> Any:
+    """Return the output of all rows from those of the parts, each a tensor or a tuple of them."""
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(each, layout, packed) for each in zip(*parts, strict=True))
+    whole = layout.restored(torch.cat(list(parts)))  # [rows, …]
+    return whole.transpose(0, 1) if packed else whole
 
 
 def inverse_of(
@@ -889,9 +877,7 @@ def compile_site(
         unfused: the fusions without layers at the site; the first of their adapters acts instead.
     """
     site = _Site(present, unfused)
-    steps = [site.compiled(part) for part in parts]
-    alike = all(step == steps[0] for step in steps)
-    step = steps[0] if alike else RowSteps(tuple(steps), _layers(steps, site._adapter))
+    step = _of_parts([site.compiled(part) for part in parts], site._adapter)
     if step is None:
         return None
     held = tuple(present.get(name) for name in site.names)
@@ -940,14 +926,25 @@ def join_sites(sites: Sequence[SiteStep | None], at_outputs: bool = False) -> Si
             )
         owners = (step.owners[0] if isinstance(step, Copies) else None for step in steps)
         return SiteStep(Copies(tuple(owners)), tuple(names), held)
-    chains = cast("list[Chain | None]", steps)
-    if all(chain == chains[0] for chain in chains):
-        alone = all(site is not None and site.only is not None for site in sites)
-        only = held[0] if chains[0] == (0,) and alone else None
-        return SiteStep(cast("Chain", chains[0]), tuple(names), held, only)
-    return SiteStep(
-        RowSteps(tuple(chains), _layers(chains, held.__getitem__), at_outputs), tuple(names), held
-    )
+    step = _of_parts(cast("list[Chain | None]", steps), held.__getitem__, at_outputs)
+    alone = all(site is not None and site.only is not None for site in sites)
+    only = held[0] if step == (0,) and alone else None
+    return SiteStep(cast("Step", step), tuple(names), held, only)
+
+
+def _of_parts(
+    steps: Sequence[Chain | None], adapter: Callable[[int], Any], at_outputs: bool = False
+) -> Chain | RowSteps | None:
+    """Return the step of a site from that of each part of the rows.
+
+    Args:
+        steps: a chain for each part; None for the base layer.
+        adapter: a function that returns an adapter by its number.
+        at_outputs: see `RowSteps`.
+    """
+    if all(step == steps[0] for step in steps):
+        return steps[0]
+    return RowSteps(tuple(steps), _layers(steps, adapter), at_outputs)
 
 
 def _layers(

@@ -145,18 +145,10 @@ class RowLayout:
         """Return the row at each position of the sorted batch, and the position of each row."""
         # cached as long as the layout, which lives for one forward
         if device not in self._tensors:
-            # torch.compile cannot trace `list[int]()`
-            there: list[int] = []
-            back = [0] * self.size
-            rows: dict[int, list[range]] = {}
-            start = 0
-            for part, size in self.segments:
-                rows.setdefault(part, []).append(range(start, start + size))
-                start += size
-            for part in sorted(rows):
-                for own in rows[part]:
-                    back[own.start : own.stop] = range(len(there), len(there) + len(own))
-                    there += own
+            index = self.index
+            # functions for torch.compile, which cannot trace `index.__getitem__`
+            there = sorted(range(self.size), key=lambda row: index[row])
+            back = sorted(range(self.size), key=lambda row: there[row])
             self._tensors[device] = (
                 on_device(there, torch.int64, device),
                 on_device(back, torch.int64, device),
@@ -224,10 +216,7 @@ class RowMap:
     tasks: RowTasks | None = None
     known: int = 0
     # of one call: `replace` makes new objects
-    _layouts: dict[int, RowLayout] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    _grouped: dict[tuple[int, tuple[int, ...]], RowLayout] = field(
+    _layouts: dict[object, RowLayout] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -314,11 +303,11 @@ class RowMap:
             numbers: a number for each part.
         """
         key = count, numbers
-        if (cached := self._grouped.get(key)) is None:
+        if (cached := self._layouts.get(key)) is None:
             segments = self.layout(count).segments
             cached = RowLayout.of([(numbers[part], size) for part, size in segments])
             if self.entered:
-                self._grouped[key] = cached
+                self._layouts[key] = cached
         return cached
 
     def layout_of(self, x: Tensor) -> RowLayout:
@@ -363,11 +352,6 @@ class PackedRows(RowMap):
     segments: tuple[tuple[int, int], ...] = ()
     outputs: tuple[int, ...] | None = None
 
-    @property
-    def parts(self) -> int:
-        """The number of parts."""
-        return self.known
-
     def at_outputs(self) -> PackedRows:
         """Return the rows that an output layer gets."""
         if self.outputs is None:
@@ -392,10 +376,6 @@ class PackedRows(RowMap):
                 )
             self._layouts[count] = cached
         return cached
-
-    def layout_of(self, x: Tensor) -> RowLayout:
-        """Return the layout of a layer's input whose rows are tokens."""
-        return self.layout(x.shape[0])
 
 
 @dataclass(slots=True)
@@ -433,16 +413,6 @@ class SlotRows(RowMap):
         # a number for each row; their count is checked as for any batch
         return cls((0,) * count, host=host, slots=host.to(device), is_packed=is_packed)
 
-    def enter(
-        self,
-        count: int,
-        together: bool,
-        tokens: frozenset[int] | None = frozenset(),
-        task_ids: Sequence[int] = (),
-    ) -> SlotRows:
-        """Return the rows of one call whose batch has been checked; see `RowMap`."""
-        return replace(self, together=together, tokens=tokens, entered=True)
-
     def groups(self, shelf: int, count: int) -> RowGroups:
         """Return the slot of a shelf for each row.
 
@@ -454,7 +424,12 @@ class SlotRows(RowMap):
             BatchError: the number of rows is wrong.
         """
         own = self.host.shape[1]
-        times = 1 if count == own else self._times(count, own)
+        times, rest = (1, 0) if count == own else divmod(count, own)
+        if rest or (times != 1 and self.is_packed):
+            raise BatchError(
+                f"rows of a batch: an adapted layer got {count} rows, but {own} were named. Name "
+                f"an adapter, or None, for each row."
+            )
         if torch.compiler.is_compiling():
             both = (t[shelf].repeat_interleave(times) for t in (self.host, self.slots))
             return RowIndex(*both)
@@ -462,15 +437,6 @@ class SlotRows(RowMap):
             found = Groups.of(self.host[shelf].repeat_interleave(times))
             self._made[shelf] = found
         return found
-
-    def _times(self, count: int, own: int) -> int:
-        times, rest = divmod(count, own)
-        if rest or self.is_packed:
-            raise BatchError(
-                f"rows of a batch: an adapted layer got {count} rows, but {own} were named. Name "
-                f"an adapter, or None, for each row."
-            )
-        return times
 
 
 def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:

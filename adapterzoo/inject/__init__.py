@@ -9,7 +9,7 @@ the same; no hook and no closure, so copies, pickles and replicas are independen
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -394,30 +394,32 @@ def close_entry(model: nn.Module, path: str) -> None:
 _SHARES = "trunk", ""
 
 
-def share_block(block: nn.Module, path: str, active: ActiveState) -> None:
-    """Make a block compute equal rows once, in calls whose plan has a trunk.
+def share_blocks(blocks: Mapping[str, nn.Module], active: ActiveState) -> None:
+    """Make blocks compute equal rows once, in calls whose plan has a trunk.
 
     Args:
-        block: the model's block.
-        path: the block's path, as plans name it.
+        blocks: the model's blocks, by their paths in plans.
         active: the model's `Active`.
 
     Raises:
-        StateError: the block is an attention or embedding with adapters.
+        StateError: a block is an attention or embedding with adapters; nothing has changed.
     """
-    if isinstance(block, Adapted) and block._kind not in (None, AdaptedBlock):
-        raise StateError(
-            f"the block {path!r} is a layer with adapters. Write delete_adapter(…) first."
-        )
-    swap(block, active, path, kind=AdaptedBlock)
-    cast("Adapted", block)._link.helps.add(_SHARES)
+    for path, block in blocks.items():
+        if isinstance(block, Adapted) and block._kind not in (None, AdaptedBlock):
+            raise StateError(
+                f"the block {path!r} is a layer with adapters. Write delete_adapter(…) first."
+            )
+    for path, block in blocks.items():
+        swap(block, active, path, kind=AdaptedBlock)
+        cast("Adapted", block)._link.helps.add(_SHARES)
 
 
-def unshare_block(block: nn.Module) -> None:
-    """Undo `share_block`."""
-    if isinstance(block, Adapted):
-        block._link.helps.discard(_SHARES)
-        restore(block)
+def unshare_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Undo `share_blocks`."""
+    for block in blocks:
+        if isinstance(block, Adapted):
+            block._link.helps.discard(_SHARES)
+            restore(block)
 
 
 def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:

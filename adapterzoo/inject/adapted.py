@@ -668,12 +668,7 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
     vars(layer)[parameter] = value
 
 
-def _blank(
-    cls: type[nn.Module],
-    parameters: tuple[str, ...],
-    kind: type[Adapted] | None,
-    shown: Shown = _CALLED,
-    is_parallel: bool = False,
-) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, kind, shown, is_parallel)
+def _blank(*facts: Any) -> nn.Module:
+    """Return an empty layer with the class that `_adapted_class` returns for the same facts."""
+    adapted = _adapted_class(*facts)
     return adapted.__new__(adapted)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -365,11 +365,16 @@ class FusedAdapters(WeightAdapter):
         self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
         self.container = _common_container([adapter for _, _, adapter in parts])
 
+    def _parts(self, base: BaseLayer) -> Iterator[tuple[str, OutputSlice | None, Any, BaseLayer]]:
+        """Yield the label, slice and adapter of each child, and the layer as the child sees it."""
+        for label, features in self.slices.items():
+            view = base if features is None else SlicedLayer(base, features)
+            yield label, features, self._modules[label], view
+
     def init_from_layer(self, base: BaseLayer) -> None:
         """Initialize each child from its slice of the layer."""
-        for label, features in self.slices.items():
-            adapter = cast("Adapter", self._modules[label])
-            adapter.init_from_layer(base if features is None else SlicedLayer(base, features))
+        for _, _, adapter, view in self._parts(base):
+            adapter.init_from_layer(view)
 
     def combine(
         self,
@@ -384,10 +389,8 @@ class FusedAdapters(WeightAdapter):
                 "the adapters have different parts at one layer. Add them with the same targets, "
                 "or write set_active_adapters(Stack('a', 'b'))."
             )
-        for label, children in _by_label(adapters).items():
-            features, own = self.slices[label], cast("Adapter", self._modules[label])
-            shown = base if features is None else SlicedLayer(base, features)
-            own.combine(children, weights, strategy, shown)
+        for label, _, own, view in self._parts(base):
+            own.combine([each._modules[label] for each in adapters], weights, strategy, view)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -424,13 +427,11 @@ class FusedAdapters(WeightAdapter):
 
     def row_tensors(self, base: BaseLayer, dtype: torch.dtype) -> Mapping[str, Tensor | float]:
         """Return the parts' tensors, with the part's label before each name."""
-        found: dict[str, Tensor | float] = {}
-        for label, features in self.slices.items():
-            part = cast("Adapter", self._modules[label])
-            view = base if features is None else SlicedLayer(base, features)
-            own = part.row_tensors(view, dtype)
-            found |= {f"{label}.{name}": value for name, value in own.items()}
-        return found
+        return {
+            f"{label}.{name}": value
+            for label, _, part, view in self._parts(base)
+            for name, value in part.row_tensors(view, dtype).items()
+        }
 
     def forward_rows(
         self, stacks: Mapping[str, Any], groups: RowGroups, x: Tensor, base: BaseLayer
@@ -447,18 +448,16 @@ class FusedAdapters(WeightAdapter):
 
     def merged_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
-        for label, features in self.slices.items():
-            own, view = take_slice(w, features, -2), SlicedLayer(base, features)
-            part = mergeable(self._modules[label]).merged_weight(own, view)
-            w = put_slice(w, part, features, -2)
+        for _, features, part, view in self._parts(base):
+            own = mergeable(part).merged_weight(take_slice(w, features, -2), view)
+            w = put_slice(w, own, features, -2)
         return w
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
         """Return the factors of all features: the children's side by side, if all have factors."""
         found: list[tuple[Tensor, Tensor]] = []
-        for label, features in self.slices.items():
-            own, view = take_slice(w, features, -2), SlicedLayer(base, features)
-            factors = mergeable(self._modules[label]).low_rank_factors(own, view)
+        for _, features, part, view in self._parts(base):
+            factors = mergeable(part).low_rank_factors(take_slice(w, features, -2), view)
             if factors is None:
                 return None
             a, b = factors
@@ -469,10 +468,9 @@ class FusedAdapters(WeightAdapter):
 
     def merged_bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias of all features, `[d_out]`."""
-        for label, features in self.slices.items():
-            own, view = take_slice(b, features, 0), SlicedLayer(base, features)
-            part = mergeable(self._modules[label]).merged_bias(own, view)
-            b = put_slice(b, part, features, 0)
+        for _, features, part, view in self._parts(base):
+            own = mergeable(part).merged_bias(take_slice(b, features, 0), view)
+            b = put_slice(b, own, features, 0)
         return b
 
 
@@ -550,12 +548,6 @@ def _common_container(adapters: Sequence[Adapter]) -> str:
     """Return the container of the adapters; the general one if they have several."""
     containers = {adapter.container for adapter in adapters}
     return containers.pop() if len(containers) == 1 else Adapter.container
-
-
-def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
-    """Return the children of several adapters by label."""
-    labels = parts[0].slices
-    return {n: [cast("Adapter", each._modules[n]) for each in parts] for n in labels}
 
 
 def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:

@@ -300,8 +300,7 @@ class AdaptedPositions(Adapted):
         _, plan, _ = self._planned()
         if plan.rows is not None:
             raise CompositionError(
-                f"a {type(self).__name__} counts the same positions for all rows. Write calls with "
-                f"one adapter each, or pass position_ids."
+                f"a {type(self).__name__} counts one position for all rows. Pass position_ids."
             )
         first = next(iter(given.values()))
         start = next((given[name] for name in _COUNTS if name in given), 0)
@@ -394,14 +393,12 @@ def recorded_call(
     """
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
-    joined = context.joined
-    is_first = (
-        plan.prompts is not None and joined is None and below(plan.prompts.tokens.stack, path)
-    )
+    prompts, joined = plan.prompts, context.joined
+    is_first = prompts is not None and joined is None and below(prompts.tokens.stack, path)
     if not context.stacks:
         context.has_joined = False
-    if is_first and plan.prompts is not None:
-        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
+    if is_first and prompts is not None:
+        joined, changed = join(prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given, context.has_joined = (), changed, changed, True
     shared = None if path else functools.partial(shared_of, module)
@@ -427,9 +424,9 @@ def recorded_call(
         yield args, kwargs
         is_missed = is_first and outer is None and not context.has_joined
         # a call without arguments, around a block called on its own, has no sequences
-        if plan.prompts is not None and is_missed and given:
+        if prompts is not None and is_missed and given:
             raise StateError(
-                f"{_names(plan.prompts)} adds tokens, and no module of this call gets them. "
+                f"{_names(prompts)} adds tokens, and no module of this call gets them. "
                 "Pass input_ids [batch, tokens], or activate an adapter of another method."
             )
         adds = is_first and joined is not None and joined.adds and joined.count > 0

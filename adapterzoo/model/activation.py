@@ -315,15 +315,11 @@ def share_trunk(model: AdaptedModel, share: bool) -> None:
     if share and (not blocks or any(block.output != block.path for block in blocks)):
         why = model.anatomy.reason or "its blocks are not modules of their own"
         raise StateError(f"the model has no blocks to share: {why}. Leave share_trunk out.")
-    with ExitStack() as undo:
-        for block in blocks:
-            module = layer_in(model, block.path)
-            if not share:
-                inject.unshare_block(module)
-                continue
-            inject.share_block(module, block.path, model._active)
-            undo.callback(inject.unshare_block, module)
-        undo.pop_all()
+    modules = {block.path: layer_in(model, block.path) for block in blocks}
+    if share:
+        inject.share_blocks(modules, model._active)
+    else:
+        inject.unshare_blocks(modules.values())
     model._adapter_state.shares_trunk = share
 
 
@@ -463,8 +459,7 @@ def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
             fusible_paths(model, asked)
             again = "" if found is None else ", overwrite_ok=True"
             raise StateError(
-                f"there are no fusion layers for {fuse!r}. "
-                f"Write add_adapter_fusion({fuse!r}{again})."
+                f"no fusion layers for {fuse!r}. Write add_adapter_fusion({fuse!r}{again})."
             )
 
 

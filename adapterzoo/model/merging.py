@@ -274,23 +274,18 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
 def untied_for(
     model: AdaptedModel, added: Sequence[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that gives layers a weight of their own if merging would change several."""
-    return untied(model) if _needs_untying(model, added) else contextlib.nullcontext()
+    """Return a context that gives layers a weight of their own if merging would change several.
 
-
-def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
-    """Return whether adapters change one of several layers that share a weight.
-
-    Rows of a table that act in all of these layers do not.
+    Rows of a table that act in all of these layers are merged there anyway.
     """
-    if any(copies.rows_of(model, name) for name in added):
-        return False
-    try:
-        _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
-        copies.check_merging(model, (*model._adapter_state.merged, *added))
-    except StateError:
-        return True
-    return False
+    if not any(copies.rows_of(model, name) for name in added):
+        paths = {path for name in added for path, _ in modules_of(model, name) if path}
+        try:
+            _refuse_tied(model, paths)
+            copies.check_merging(model, (*model._adapter_state.merged, *added))
+        except StateError:
+            return untied(model)
+    return contextlib.nullcontext()
 
 
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:

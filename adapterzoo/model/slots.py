@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from adapterzoo.anatomy import HEAD
 from adapterzoo.averaging import STRATEGIES
 from adapterzoo.composition import Stack
 from adapterzoo.composition.compile import SiteStep, Slots
-from adapterzoo.composition.rows import SlotRows
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import Adapter, BaseLayer, row_options
 from adapterzoo.errors import ConfigError, StateError, listing
@@ -44,51 +43,6 @@ Values: TypeAlias = "Mapping[str, Tensor | float]"
 
 Stored: TypeAlias = "Mapping[str, Values]"
 """Path of a layer → the values of an adapter there."""
-
-
-class Pool(Protocol):
-    """The interface of the pool that fills a model's slots."""
-
-    plan: Plan
-
-    def check(self) -> None:
-        """Check that batches can use the pool now.
-
-        Raises:
-            StateError: the pool is closed, or the model has merged adapters or is in training mode.
-        """
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether the pool has an adapter of this name."""
-
-    def rows(self, leases: Sequence[Any], counts: Sequence[int], is_packed: bool) -> SlotRows:
-        """Return the rows of a batch.
-
-        Args:
-            leases: the slot of each run of consecutive rows; None for the base model.
-            counts: the number of rows in each run.
-            is_packed: see `SlotRows`.
-        """
-
-    def claim(self, name: str) -> bytes:
-        """Keep an adapter until `disclaim`; return bytes that other values do not have.
-
-        Raises:
-            AdapterZooError: the adapter cannot be loaded, or is being removed.
-        """
-
-    def disclaim(self, name: str) -> None:
-        """Undo `claim`."""
-
-    def lease(self, name: str) -> Any:
-        """Return a slot with a claimed adapter, for `release`; None if none is free now.
-
-        Raises:
-            AdapterZooError: the adapter cannot be loaded, or the pool is closed.
-        """
-
-    def release(self, lease: Any) -> None:
-        """Release a slot."""
 
 
 NAME = "slots"
@@ -164,8 +118,8 @@ class Shelf:
     Attributes:
         kind: method and options that the adapters share, as `kind_of` returns them.
         sites: path of a layer → the slots there.
-        record: record of an adapter with all of these layers, without modules.
         sources: (path of a captured module, path of the layer that reads it).
+        overwritten: paths of the layers into whose output the model writes in place.
         reads_calls: whether the adapters read facts about the call.
     """
 
@@ -174,12 +128,11 @@ class Shelf:
     sources: tuple[tuple[str, str], ...]
     overwritten: frozenset[str]
     reads_calls: bool
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Count the bytes of the slots."""
-        stacks = (stack for site in self.sites.values() for stack in site.stacks.values())
-        self.nbytes = sum(stack.nbytes for stack in stacks)
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the slots."""
+        return sum(stack.nbytes for site in self.sites.values() for stack in site.stacks.values())
 
     def write(self, slot: int, stored: Stored) -> None:
         """Put an adapter into a slot, which nothing may be reading."""
@@ -356,12 +309,12 @@ def to_host(stored: Stored, pin: bool = False) -> dict[str, dict[str, Any]]:
     return {path: {n: moved(v) for n, v in own.items()} for path, own in stored.items()}
 
 
-def put(model: AdaptedModel, pool: Pool, shelves: Sequence[Shelf]) -> Plan:
+def put(model: AdaptedModel, pool: object, shelves: Sequence[Shelf]) -> Plan:
     """Let the layers of a model read the slots, and return the plan that does so.
 
     Args:
         model: the model with the layers.
-        pool: the pool that fills the slots.
+        pool: the `AdapterPool` that fills the slots.
         shelves: the shelves with the slots.
 
     Raises:
@@ -422,6 +375,5 @@ def refuse_merged(model: AdaptedModel) -> None:
     """
     if merged := model._adapter_state.merged:
         raise StateError(
-            f"{listing(merged)} is merged and would act together with each adapter of the pool. "
-            "Write reset_adapter() first."
+            f"{listing(merged)} is merged and would act on every row. Write reset_adapter() first."
         )

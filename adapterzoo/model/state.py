@@ -131,7 +131,7 @@ class AdapterState:
         interface: names of layers that the user gave; None without any.
         disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
-        pool: what fills slots at the layers, see `slots.Pool`; None: there are none.
+        pool: the `AdapterPool` that fills slots at the layers; None: there are none.
         trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
         shares_trunk: whether blocks below the first adapter compute equal rows once.
     """

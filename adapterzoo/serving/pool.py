@@ -828,7 +828,11 @@ class AdapterPool:
         return replace(self.plan, rows=rows, heads=self.model._active.heads)
 
     def check(self) -> None:
-        """Refuse a batch whose result would be wrong; see `slots.Pool`."""
+        """Check that batches can use the pool now.
+
+        Raises:
+            StateError: it is closed, or the model has merged adapters or is in training mode.
+        """
         self._refuse_closed()
         _slots.refuse_merged(self.model)
         if self.model.training:
@@ -840,7 +844,13 @@ class AdapterPool:
     def rows(
         self, leases: Sequence[Lease | None], counts: Sequence[int], is_packed: bool = False
     ) -> SlotRows:
-        """Return the rows of a batch; see `slots.Pool`."""
+        """Return the rows of a batch.
+
+        Args:
+            leases: the slot of each run of consecutive rows; None for the base model.
+            counts: the number of rows in each run.
+            is_packed: see `SlotRows`.
+        """
         size = len(self._shelves), len(leases)
         index = torch.full(size, -1, dtype=torch.int64, device="cpu")
         for row, lease in enumerate(leases):
@@ -853,7 +863,11 @@ class AdapterPool:
     # --- requests of continuous batching ---
 
     def claim(self, name: str) -> bytes:
-        """Keep an adapter until `disclaim`; return its fingerprint and dtype; see `slots.Pool`."""
+        """Keep an adapter until `disclaim`, and return its fingerprint and dtype.
+
+        Raises:
+            AdapterZooError: it cannot be loaded, or is being removed.
+        """
         with self._changed:
             member = self._member(name)
             self._refuse_more_than_slots([name])

@@ -48,7 +48,6 @@ from adapterzoo.inject.adapted import Adapted, acting, below_wrappers
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
 from adapterzoo.model import batches
 from adapterzoo.model.heads.copies import table_of
-from adapterzoo.model.slots import Pool
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -132,7 +131,7 @@ class Variant:
     invocations: tuple[tuple[int, ...], ...] = ()
     begins: bool = False
     alone: str = ""
-    pool: Pool | None = None
+    pool: Any = None
     member: str | None = None
 
 
@@ -148,7 +147,7 @@ def asked_of(model: AdaptedModel, adapter_name: object = ACTIVE) -> Variant:
     Raises:
         AdapterZooError: see there.
     """
-    pool: Pool | None = model._adapter_state.pool
+    pool = model._adapter_state.pool
     name = None if adapter_name == BASE else adapter_name
     if name is ACTIVE and model._active.plan.setup is None:
         name = None
@@ -505,7 +504,7 @@ class Batch(Requests):
             for key in keys:
                 pin = cast("Pinned | None", self.pins.pop(key, None))
                 if pin is not None and pin.member is not None:
-                    pool = cast("Pool", pin.variant.pool)
+                    pool = pin.variant.pool
                     if pin.lease is not None:
                         pool.release(pin.lease)
                     pool.disclaim(pin.member)
@@ -517,7 +516,7 @@ class Batch(Requests):
         if pin is None or pin.member is None:
             return True
         if pin.lease is None:
-            pin.lease = cast("Pool", pin.variant.pool).lease(pin.member)
+            pin.lease = pin.variant.pool.lease(pin.member)
         return pin.lease is not None
 
     def settle(self, alive: Collection[str]) -> None:
@@ -1001,11 +1000,11 @@ if is_tested():
             return replace(cast("Plan", mixed), rows=packed), False
 
         def _rows_of_slots(
-            self, pool: Pool, model: nn.Module, batch: Any, pins: Sequence[Pinned]
+            self, pool: Any, model: nn.Module, batch: Any, pins: Sequence[Pinned]
         ) -> SlotRows:
             """Return the slot of each token of a step."""
             leases, counts, outputs = self._layout(model, batch, [pin.lease for pin in pins])
-            rows = pool.rows(leases, counts, True)
+            rows: SlotRows = pool.rows(leases, counts, True)
             if outputs is not None:
                 rows.outputs = pool.rows(outputs, [1] * len(outputs), True)
                 rows.outputs.entered = True
