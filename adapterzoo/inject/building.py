@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import ENTRY, WRAPPED, Site, part_names, unwrapped
 from adapterzoo.anatomy.blocks import stored
 from adapterzoo.config import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
+from adapterzoo.contracts import Adapter, AttentionAdapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 
 from .adapted import SHARED, AdapterDict, container_of, plain_class
@@ -93,10 +93,14 @@ def build(
     ]
     # those that change the input come first
     whole.sort(key=lambda pair: pair[1].acts_on != "input")
-    if len(whole) > 1 and (whole[0][1].acts_on == "input" or sites[0].kind == "entry"):
+    has_prefix = any(isinstance(adapter, AttentionAdapter) for _, adapter in whole)
+    if len(whole) > 1 and (
+        whole[0][1].acts_on == "input" or sites[0].kind == "entry" or has_prefix
+    ):
+        changed = "keys and values" if has_prefix else "input"
         raise ConfigError(
-            f"{whole[0][0]!r} with {whole[1][0]!r}: one of them changes the input of {path!r}. Add "
-            f"them under two names and write set_active_adapters(Stack('a', 'b'))."
+            f"{whole[0][0]!r} with {whole[1][0]!r}: one of them changes the {changed} of {path!r}. "
+            f"Add them under two names and write set_active_adapters(Stack('a', 'b'))."
         )
     parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
     if sites[0].parameter is None:

@@ -1,5 +1,6 @@
 """A union of any two methods is a `Stack` of the two, in a model and in files."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from snapshots import adapter_bits, refused
 from transformers import AutoModel
 
 from adapterzoo import AdapterConfig, ConfigUnion, Stack, init
+from adapterzoo.config import config_strings
 from adapterzoo.errors import CheckpointError, ConfigError
 
 METHODS = {
@@ -66,6 +68,22 @@ def hidden(model, setup):
     model.set_active_adapters(setup)
     with torch.no_grad():
         return model(**tiny_inputs(model.config.model_type))[0]
+
+
+@pytest.mark.parametrize("text", [name for name in config_strings if name != "union"])
+def test_a_method_twice_is_a_stack_or_refused(text, base):
+    model = base("bert")
+    with contextlib.suppress(ConfigError):
+        model.add_adapter("u", f"{text}|{text}")
+    if "u" not in model.adapters_config:
+        return
+    for name in ("a", "b"):
+        model.add_adapter(name, text)
+    for name in ("u", "a", "b"):
+        fill(model, name)
+    torch.testing.assert_close(
+        hidden(model, "u"), hidden(model, Stack("a", "b")), rtol=0, atol=1e-9
+    )
 
 
 # files of NoReFT do not say that they are not DiReFT
