@@ -129,9 +129,9 @@ class Range(Check):
 
     def nearest(self, value: object, default: object) -> object:
         """Return the bound on the value's side."""
-        if is_number(value) and not math.isnan(value):
-            return self.low if value < self.low else self.high if value > self.high else default
-        return default
+        if not is_number(value):
+            return default
+        return self.low if value < self.low else self.high if value > self.high else default
 
     @property
     def _types(self) -> tuple[type, ...]:
@@ -339,8 +339,7 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """
     if any(isinstance(value, dataclasses.Field) for value in vars(cls).values()):
         raise ConfigError(
-            f"{cls.__name__} declares fields, but has no decorator. Write @method_config('name') "
-            "above it."
+            f"{cls.__name__} has fields, but no decorator. Write @method_config('name') above it."
         )
     found = {name: own.get("check") for name, own in declarations(cls).items()}
     return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
@@ -581,8 +580,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         own = cls._kind()
         if own is None and cls.kinds is not None:
             found: Any = cls.kinds.find(given or cls.default_kind)
-            made: Self = found._from_fields(fields)
-            return made
+            return cast("Self", found._from_fields(fields))
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
             raise ConfigError(
@@ -681,8 +679,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
-                f"{name!r} without them."
+                f"config={text!r}: brackets hold field=value pairs, each once. Write {name!r}."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -750,8 +747,7 @@ def _read(path: str | os.PathLike[str]) -> Any:
         document = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one with a "
-            f"config's dict."
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one."
         ) from error
     # as saved beside an adapter
     inner = document.get("config") if isinstance(document, dict) else None
@@ -1024,8 +1020,7 @@ class AdapterConfig(Config):
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
         parse = super()._parse
         parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
-        members = [member for part in parts for member in part.members]
-        return parts[0] if len(parts) == 1 else ConfigUnion(*members)
+        return union_of(parts)
 
 
 def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -1130,8 +1125,7 @@ class ConfigUnion(AdapterConfig):
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
             raise FieldError(
-                f"ConfigUnion{configs!r}: not two or more configs. Write "
-                f"ConfigUnion(config, other_config)."
+                f"ConfigUnion{configs!r}: not several configs. Write ConfigUnion(one, other)."
             )
         # adapters are told apart by the config object that makes them
         distinct = {id(member): member for member in members}
@@ -1223,3 +1217,8 @@ class ConfigUnion(AdapterConfig):
         if fields or not isinstance(members, Sequence):
             raise ConfigError(f"{fields!r}, configs={members!r}: not the dict of a union.")
         return cls(*(AdapterConfig.from_dict(c) for c in members))
+
+
+def union_of(configs: Sequence[AdapterConfig]) -> AdapterConfig:
+    """Return a union of the configs, or the only one."""
+    return configs[0] if len(configs) == 1 else ConfigUnion(*configs)

@@ -165,7 +165,7 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
 
 
 def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:
-    """Return the folder in the cache, with whichever of the files the repository has."""
+    """Return the folder in the cache, with those of the files that the repository has."""
     with asking(repr(ref.repo_id), options["token"]):
         folder = snapshot_download(
             ref.repo_id,

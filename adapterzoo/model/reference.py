@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +20,10 @@ FILE = "reference.safetensors"
 
 
 class Reference(nn.Module):
-    """The scores of a model as it was when this was made: copies of what is trained, and no more.
+    """A model as it was before training, made of copies of what is trained and nothing else.
 
-    Parameters of adapters and heads that act, and any others that get gradients, are copied; each
-    call puts the copies in their places, without dropout.
+    Parameters of adapters, and all others that get gradients, are copied. Each call runs the policy
+    with the copies in their places and without dropout.
 
     Attributes:
         policy: the model that is trained.
@@ -39,7 +39,7 @@ class Reference(nn.Module):
             is_base: whether the reference is the model without its adapters.
         """
         super().__init__()
-        # no part of this module, whose parameters would be those of the policy
+        # not a submodule: parameters of this module are the copies alone
         vars(self)["policy"] = policy
         self.is_base = is_base
         module = cast("nn.Module", policy)
@@ -62,20 +62,20 @@ class Reference(nn.Module):
         """Return the outputs of the reference.
 
         Args:
-            *args: of the policy.
+            *args: arguments of the policy.
             **kwargs: the same.
 
         Raises:
-            StateError: the copies cannot take the places of parameters that are sharded.
+            StateError: the policy is sharded, and the copies are not.
         """
         with self._acting():
             return self.policy(*args, **kwargs)
 
     def save(self, folder: Path) -> None:
-        """Write the copies beside a checkpoint, unless there is none.
+        """Write the copies, if there are any, beside a checkpoint.
 
         Args:
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -85,13 +85,13 @@ class Reference(nn.Module):
             files.write_tensors(folder / FILE, {}, copies)
 
     def load(self, folder: Path) -> None:
-        """Fill the copies with those that `save` wrote, if it did.
+        """Fill the copies with those that `save` wrote, if it wrote any.
 
         Args:
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
 
         Raises:
-            CheckpointError: they are those of another model; nothing has been filled.
+            CheckpointError: they do not fit this model; nothing has been filled.
         """
         if not (folder / FILE).is_file():
             return
@@ -106,8 +106,7 @@ class Reference(nn.Module):
         policy = self.policy
         if not self.is_base and groups_of(policy):
             raise StateError(
-                "the model is sharded, and a copy of its trained parameters is not. Write "
-                "ref_model=…, a model of its own."
+                "a sharded model needs a reference model of its own. Write ref_model=…."
             )
         trained = [module for module in policy.modules() if module.training]
         before = [module._parameters[name] for module, name, _ in self._places]
@@ -116,10 +115,7 @@ class Reference(nn.Module):
                 module.training = False
             for module, name, copy in self._places:
                 module._parameters[name] = copy
-            if self.is_base:
-                with policy.disable_adapter():
-                    yield
-            else:
+            with policy.disable_adapter() if self.is_base else nullcontext():
                 yield
         finally:
             for (module, name, _), own in zip(self._places, before, strict=True):
@@ -128,7 +124,7 @@ class Reference(nn.Module):
                 module.training = True
 
     def __getattr__(self, name: str) -> Any:
-        """Return a member of the policy, such as its config."""
+        """Return an attribute of the policy, such as its config."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -22,8 +22,8 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         """Make a live view.
 
         Args:
-            state: of the model.
-            active: of the model.
+            state: the state of the model.
+            active: what is active in the model.
         """
         self._state = state
         self._active = active
@@ -40,7 +40,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         return iter(self._state.records)
 
     def __len__(self) -> int:
-        """Return how many adapters there are."""
+        """Return the number of adapters."""
         return len(self._state.records)
 
     def __repr__(self) -> str:
@@ -69,13 +69,13 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
 
     @property
     def fusion_name_map(self) -> dict[str, list[str]]:
-        """The fusions with a name of their own to the adapters that they fuse."""
+        """Names of fusions, unless they are those of their adapters, to these adapters."""
         found = self._state.fusions.items()
         return {n: [*r.adapters] for n, r in found if n != ",".join(r.adapters)}
 
     @property
     def active_setup(self) -> Composition | None:
-        """What is active outside of `AdapterSetup`."""
+        """The composition that is active outside of any `AdapterSetup`."""
         return self._active.default.plan.setup
 
     @property
@@ -86,7 +86,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
     def get_fusion(
         self, fusion_name: str | Sequence[str]
     ) -> tuple[AdapterFusionConfig, list[str]] | tuple[None, None]:
-        """Return the config of a fusion and its adapters; twice None if there is none.
+        """Return the config of a fusion and its adapters; (None, None) if there is none.
 
         Args:
             fusion_name: its name, or the names of its adapters.
@@ -102,26 +102,24 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         layer_idx: int | None = None,
         location_key: str | None = None,
     ) -> AdapterConfig | None:
-        """Return the config of an adapter, or the member of its union, that is of a type.
+        """Return the config of an adapter, or the first member of its union, that meets conditions.
 
         Args:
-            adapter_name: of the adapter.
-            config_type: class of the config.
+            adapter_name: the adapter.
+            config_type: the class of the config.
             layer_idx: number of a block that the config does not leave out; None for any.
-            location_key: a field that is not false; None for any.
+            location_key: a field that is set in the config; None for any.
 
         Returns:
-            The config, the first of several; None if the adapter is unknown, or has none.
+            The config; None if the adapter is unknown, or has no such config.
         """
         config = self.get(adapter_name)
-        found = [
-            member
-            for member in (() if config is None else config.members)
-            if isinstance(member, config_type)
-            and layer_idx not in member.get("leave_out", ())
-            and (location_key is None or member.get(location_key))
-        ]
-        return found[0] if found else None
+        for member in () if config is None else config.members:
+            is_there = layer_idx not in member.get("leave_out", ())
+            has_location = location_key is None or member.get(location_key)
+            if isinstance(member, config_type) and is_there and has_location:
+                return member
+        return None
 
 
 def _key(config: Config) -> str:
