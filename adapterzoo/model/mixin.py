@@ -1267,11 +1267,10 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source,
-            hub_kwargs, set_active,
-            checkpointing.check_loaders(self, custom_weights_loaders),
-        )  # fmt: skip
+        loaders = checkpointing.check_loaders(self, custom_weights_loaders)
+        wanted = one_of(version=version, revision=revision)
+        folder = hub.resolve_setup(adapter_setup_name_or_path, wanted, source, **hub_kwargs)
+        return setups.load(self, folder, LoadOptions(set_active=set_active, loaders=loaders))
 
     def load_adapter_fusion(
         self,

@@ -44,13 +44,13 @@ class Reference(nn.Module):
         self.is_base = is_base
         module = cast("nn.Module", policy)
         own = {id(p) for p in own_parameters_of(policy)}
-        copied = [] if is_base else [
-            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in own
-        ]  # fmt: skip
-        copies = [nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in copied]
-        self.copies = nn.ParameterList(copies)
-        self._names = [without_wrappers(name) for name, _ in copied]
-        by_id = {id(p): copy for (_, p), copy in zip(copied, copies, strict=True)}
+        by_id: dict[int, nn.Parameter] = {}
+        self._by_name: dict[str, nn.Parameter] = {}
+        for name, p in () if is_base else module.named_parameters():
+            if p.requires_grad or id(p) in own:
+                by_id[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=False)
+                self._by_name[without_wrappers(name)] = by_id[id(p)]
+        self.copies = nn.ParameterList(by_id.values())
         self._places = [
             (part, name, by_id[id(p)])
             for part in module.modules()
@@ -80,9 +80,8 @@ class Reference(nn.Module):
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        if self._names:
-            copies = dict(zip(self._names, self.copies, strict=True))
-            files.write_tensors(folder / FILE, {}, copies)
+        if self._by_name:
+            files.write_tensors(folder / FILE, {}, self._by_name)
 
     def load(self, folder: Path) -> None:
         """Fill the copies with those that `save` wrote, if it wrote any.
@@ -96,9 +95,8 @@ class Reference(nn.Module):
         if not (folder / FILE).is_file():
             return
         saved = files.tensors_in(folder, (FILE,))
-        copies = dict(zip(self._names, self.copies, strict=True))
-        fit.check_fit(type(self.policy).__name__, saved, copies, None)
-        for name, copy in copies.items():
+        fit.check_fit(type(self.policy).__name__, saved, self._by_name, None)
+        for name, copy in self._by_name.items():
             copy.data.copy_(saved[name])
 
     @contextmanager

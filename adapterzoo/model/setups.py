@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +14,9 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
-from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
-from .activation import set_active as activate
+from .activation import set_active
 from .heads.named import saved_names
 from .state import AdaptedModel, LoadOptions, heads_of
 
@@ -69,23 +68,12 @@ def save(
     setup_files.write(folder, setup, head_setup)
 
 
-def load(
-    model: AdaptedModel,
-    path: str | os.PathLike[str],
-    version: str | None,
-    revision: str | None,
-    source: str | None,
-    hub_options: Mapping[str, Any],
-    set_active: bool,
-    custom_loaders: Sequence[Any] = (),
-) -> tuple[Composition, HeadSetup]:
+def load(model: AdaptedModel, folder: Path, asked: LoadOptions) -> tuple[Composition, HeadSetup]:
     """Load a composition with its adapters, heads and fusions, all or none.
 
     Raises:
         DuplicateNameError: a name is taken.
     """
-    wanted = one_of(version=version, revision=revision)
-    folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]
@@ -113,11 +101,11 @@ def load(
         enter_head = None
         if heads is True:
             _, enter_head = checkpointing.read_head(model, folder, LoadOptions(set_active=True))
-        if set_active:
-            activate(model, setup)
+        if asked.set_active:
+            set_active(model, setup)
             if model._has_named_heads and names_of(heads):
                 cast("Any", model).active_head = heads
-        LoadOptions(loaders=custom_loaders).load_weights(folder, setup.flatten()[-1])
+        asked.load_weights(folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()

@@ -119,9 +119,8 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
     )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
-    known = {*COMMON}
-    for each in peft_readable():
-        known |= {*each.inert, *each.fixed, *each.fields}
+    known = {n for s in peft_readable() for own in (s.inert, s.fixed, s.fields) for n in own}
+    known |= COMMON.keys()
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has unknown fields: {listing(unknown)}. They are ignored; "

@@ -9,7 +9,6 @@ from typing import Any
 
 from adapterzoo.composition import Composition
 from adapterzoo.config import AdapterConfig, Config
-from adapterzoo.errors import unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model.state import AdapterState
 from adapterzoo.runtime import ActiveState
@@ -30,10 +29,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
 
     def __getitem__(self, name: str) -> AdapterConfig:
         """Return the config of the adapter."""
-        records = self._state.records
-        if name not in records:
-            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, records)
-        return records[name].config
+        return self._state.find(name).config
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
