@@ -309,11 +309,8 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
         needs: values of other fields, such as `"use_gating=True"`, without which this one has no
             effect; a warning says so. Several are joined by ", ".
     """
-    metadata: dict[str, object] = {} if check is None else {"check": check}
-    if ours:
-        metadata["ours"] = True
-    if needs:
-        metadata["needs"] = needs, default
+    declared = {"check": check, "ours": ours, "needs": needs and (needs, default)}
+    metadata = {key: value for key, value in declared.items() if value}
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -339,7 +336,7 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """
     if any(isinstance(value, dataclasses.Field) for value in vars(cls).values()):
         raise ConfigError(
-            f"{cls.__name__} has fields, but no decorator. Write @method_config('name') above it."
+            f"{cls.__name__} declares fields without a decorator. Write @method_config('name')."
         )
     found = {name: own.get("check") for name, own in declarations(cls).items()}
     return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
@@ -438,8 +435,6 @@ class ConfigType(ABCMeta):
                 return found(*values, **fields)
             try:
                 return super().__call__(*values, **fields)
-            except ConfigError:
-                raise
             except TypeError:
                 # raises if the call is wrong; an error inside the class is raised as it is
                 _check_names(cls, None, values, fields)
@@ -594,11 +589,10 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        made = cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
-        return cast("Self", made)
+        return cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
 
     @classmethod
-    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
+    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Self:
         """Return a config with these fields; `shown` begins the messages.
 
         Raises:
@@ -606,7 +600,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         found, fields = cls._resolved(fields)
         _check_names(found, shown, (), fields)
-        return found(**fields)
+        return cast("Self", found(**fields))
 
     @classmethod
     def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -623,7 +617,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
         """Return the config with some fields changed; `shown` begins the messages."""
-        return cast("Self", self._made(shown, {**_values(self), **changes}))
+        return self._made(shown, {**_values(self), **changes})
 
     # --- values of `config=` ---
 
@@ -1139,9 +1133,7 @@ class ConfigUnion(AdapterConfig):
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
         """Return the union of the members with names below the base model."""
-        found = [config.below(prefix, anatomy) for config in self.configs]
-        same = all(one is other for one, other in zip(found, self.configs, strict=True))
-        return self if same else type(self)(*found)
+        return type(self)(*(config.below(prefix, anatomy) for config in self.configs))
 
     @property
     def starts_as_identity(self) -> bool:

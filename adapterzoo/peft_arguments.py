@@ -100,7 +100,8 @@ class PeftArguments:
 
 COMMON: Mapping[str, PeftArgument] = {
     "task_type": PeftArgument(
-        values=dict.fromkeys(TASK_TYPES), hint=f"legal are {listing(TASK_TYPES)} and None."
+        values=dict.fromkeys(TASK_TYPES),
+        hint=f"PEFT has no such task. Write one of {listing(TASK_TYPES)}, or None.",
     ),
     "inference_mode": PeftArgument(
         False, hint="train_adapter(…) decides what is trained. Write inference_mode=False."
@@ -249,7 +250,7 @@ def _names(cls: type[Any]) -> set[str]:
 def instead(peft_type: object) -> str:
     """Return what messages advise for a file of a method that does not exist here."""
     if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
-        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
+        return f"{peft_type} {reason}, so it cannot become LoRA. Use it with PEFT."
     return (
         "If it changes only weights of layers, convert it through an installed PEFT: write "
         "adapterzoo convert SRC DST --to lora."

@@ -153,7 +153,7 @@ def push(
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
     """Return the files of an adapter, or of a composition and its parts, by name, with a card.
 
-    The name of the base model in them is the author's, or none if it is not on the Hub.
+    The base model has the author's name for it in them, or else its own if that is on the Hub.
 
     Raises:
         CheckpointError: the folder or a part holds no adapter, or a damaged one.

@@ -1,7 +1,7 @@
 """Adapters by name: make, install and remove them.
 
-`install` and `remove` put an adapter into the model and take it out. `bring_in` does both, and a
-failure changes nothing.
+`install` and `remove` put an adapter into the model and take it out. `bring_in` replaces one; if it
+fails, nothing has changed.
 """
 
 from __future__ import annotations
@@ -427,12 +427,11 @@ def in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """
     if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model._backbone.parameters()):
         return config
-    return union_of(
-        [
-            c.replace(dtype="float32") if "dtype" in c.field_names() and c["dtype"] is None else c
-            for c in config.members
-        ]
-    )
+    members = [
+        c.replace(dtype="float32") if "dtype" in c.field_names() and c["dtype"] is None else c
+        for c in config.members
+    ]
+    return union_of(members)
 
 
 def move(

@@ -263,11 +263,7 @@ def _described(base: Base) -> str:
 
 def _hint(base: Base) -> str:
     at = "" if base.revision is None else f", revision={base.revision!r}"
-    load = (
-        f"from_pretrained({base.name!r}{at})"
-        if base.name
-        else "load_adapter(…) of the model that it was trained on"
-    )
+    load = f"from_pretrained({base.name!r}{at})" if base.name else "load_adapter(…) of its model"
     silence = "warnings.simplefilter('ignore', adapterzoo.BaseModelWarning)"
     return in_python(
         f"Write {load}, or {silence} if this model is the right one.",

@@ -287,7 +287,7 @@ def recorded(
         run: makes the call.
         adapter_names: the argument of the call; None: not given.
         gates: whether the output gets `adapter_gating_scores`.
-        fusions: whether it gets `adapter_fusion_attentions`.
+        fusions: whether the output gets `adapter_fusion_attentions`.
 
     Returns:
         The output; a tuple gets the two, in this order, at its end.

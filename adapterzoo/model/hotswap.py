@@ -225,7 +225,7 @@ def _sites(places: Mapping[str, tuple[Placement, ...]]) -> dict[Any, str]:
 
 
 def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
-    """Return an adapter's tensors as a slot takes them; a fused one or a union gives its parts'."""
+    """Return an adapter's tensors as a slot takes them; of fused ones and unions part by part."""
     tensors = dict(adapter.state_dict())
     for path, part in adapter.named_modules():
         if isinstance(part, Adapter):

@@ -1036,8 +1036,8 @@ class AdapterModelMixin:
     def hotswap_adapter(self, adapter_name: str, into: str) -> None:
         """Write the values of an adapter into another one, as `load_adapter(…, hotswap=True)` does.
 
-        In this way several adapters of a model can take turns in one of them, and a compiled model
-        does not compile again. Heads do not change.
+        In this way, adapters of a model can take turns in one of them, and a compiled model does
+        not compile again. Heads do not change.
 
         Args:
             adapter_name: the adapter whose values are copied; it does not change.

@@ -110,7 +110,7 @@ class AdapterState:
 
     Attributes:
         records: the adapters by name.
-        anatomy: of the base model; cached.
+        anatomy: the anatomy of the base model; cached.
         stacks: paths of the base model and of the models in it; cached.
         merged: names of the adapters in the base weights, in the order of merging.
         originals: path of a merged layer → its original parameters.
@@ -259,7 +259,7 @@ class LoadOptions:
     def overwriting(
         self, name: str, **there: Container[str]
     ) -> tuple[LoadOptions, Callable[[], None]]:
-        """Return the options with `overwrite_ok` decided, and a function that warns if it must.
+        """Return options that say whether to overwrite, and what warns after something is replaced.
 
         Args:
             name: the name of what is loaded.
@@ -279,8 +279,8 @@ class LoadOptions:
         """Warn where a checkpoint has another config or base model than the user names.
 
         Args:
-            config: in the checkpoint.
-            model_name: in the checkpoint.
+            config: the config in the checkpoint.
+            model_name: the name of the base model in the checkpoint.
 
         Raises:
             ConfigError: what the user gives is not a config.

@@ -146,7 +146,7 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
             alike = written.get("architecture") == also.get("architecture")
             everywhere = not (written.get("leave_out") or also.get("leave_out"))
             if alike and everywhere and not spelling_of(one).joins(one, other):
-                raise unsayable(config, f"adapters refuses unions of {one!r} and {other!r}")
+                raise unsayable(config, f"adapters refuses a union of {one!r} and {other!r}")
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:
@@ -380,7 +380,9 @@ def write_adapter(
                     torch.equal(tensor, before[key]) for key, tensor in given.items()
                 )
                 if given and before and not is_same:
-                    raise inexpressible(f"AdapterHub has one {path!r} for both methods here")
+                    raise inexpressible(
+                        f"AdapterHub has one {path!r}, but the methods here differ in it"
+                    )
                 found |= given
     return written, found
 
@@ -521,7 +523,7 @@ def _files(
     Args:
         names: see `names_of_files`.
         fields: the config's fields.
-        tensors: by AdapterHub's keys.
+        tensors: the tensors by AdapterHub's keys.
         safe: whether to write safetensors.
         meta: `meta_dict`, whose entries are saved next to the fields.
 
@@ -534,10 +536,9 @@ def _files(
             f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
         )
     config, file, pickled = names
-    found = (
-        {file: files.tensor_bytes(tensors, {})} if safe else {pickled: files.pickle_bytes(tensors)}
-    )
-    return {config: files.json_bytes({**meta, **fields, "version": VERSION}), **found}
+    written = files.tensor_bytes(tensors, {}) if safe else files.pickle_bytes(tensors)
+    text = files.json_bytes({**meta, **fields, "version": VERSION})
+    return {config: text, file if safe else pickled: written}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
@@ -709,7 +710,9 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     fused = [info.adapter_config(name) for name in metadata["adapter_names"]]
     config = dict(metadata["config"])
     if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
-        raise inexpressible("adapters fuses no embedding functions; only the first adapter's acts")
+        raise inexpressible(
+            "adapters does not fuse functions of embeddings: only the first one acts"
+        )
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
@@ -719,7 +722,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
         own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
-            raise inexpressible(f"adapters restarts the temperature, here at step {int(steps)}")
+            raise inexpressible(f"adapters restarts the temperature, which is at step {int(steps)}")
         start = _joined_path(prefix_of(info), named, "adapter_fusion_layer", metadata["name"])
         tensors |= {f"{start}.{parameter}": tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}

@@ -378,18 +378,17 @@ def read_adapter(
         read = {same: read[path] for path in read for same in sharing(path)}
         copied = extras.copies
         extras.copies = {same: copied[path] for path in copied for same in sharing(path)}
+    # field of the extras → path → our parameters
+    held: dict[str, Mapping[str, Tensors]] = {
+        "modules_to_save": extras.copies,
+        "bias": {path: {"own": bias} for path, bias in extras.biases.items()},
+        TOKENS: {path: {"rows": tensor} for path, tensor in rows.items()},
+    }
     found: dict[str, Tensor] = {}
     for place in places_of(config, info.anatomy):
-        path, kind = place.path, FIELD_AT.get(place.placement.location)
-        if kind == "modules_to_save":
-            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
-        elif kind == "bias":
-            values = {"own": extras.biases[path]} if path in extras.biases else {}
-        elif kind == TOKENS:
-            values = {"rows": rows[path]} if path in rows else {}
-        else:
-            values = read.get(place.placement.site.name, {})
-        found |= {place.key(name): tensor for name, tensor in values.items()}
+        kind = FIELD_AT.get(place.placement.location)
+        at, name = (held[kind], place.path) if kind else (read, place.placement.site.name)
+        found |= {place.key(parameter): t for parameter, t in at.get(name, {}).items()}
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
@@ -650,7 +649,7 @@ class Extras:
     """The trained values in a file besides its adapters, by paths in this model.
 
     Attributes:
-        copies: path of a copied layer → name of a parameter → its value.
+        copies: path of a copied layer → our parameters.
         biases: path of a layer → its bias.
         rows: path of an embedding → token ids in ascending order, and their rows.
         kind: PEFT's value of `bias`.
@@ -701,7 +700,8 @@ def _read_extras(
         if path is None:
             continue
         if "modules_to_save" in can and is_saved(layer, peft_config.modules_to_save):
-            extras.copies.setdefault(path, {})[parameter] = _cast(left.pop(key), path, info)
+            own = extras.copies.setdefault(path, {})
+            own[f"layer.{parameter}"] = _cast(left.pop(key), path, info)
         elif "bias" in can and peft_config.bias != "none" and parameter == "bias":
             extras.biases[path] = _cast(left.pop(key), path, info)
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES

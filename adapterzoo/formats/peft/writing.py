@@ -104,10 +104,9 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
     owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
     paths = {
-        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter
-        else owners[name]
+        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter else owners[name]
         for name, each in layers.items()
-    }  # fmt: skip
+    }
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})

@@ -65,7 +65,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
 
     @property
     def fusion_name_map(self) -> dict[str, list[str]]:
-        """Names of fusions, unless they are those of their adapters, to these adapters."""
+        """Names of fusions that have a name of their own, to the adapters that they fuse."""
         found = self._state.fusions.items()
         return {n: [*r.adapters] for n, r in found if n != ",".join(r.adapters)}
 

@@ -302,7 +302,7 @@ def outputs(
 
 
 def plain_outputs(model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the floating-point tensors, except the loss, of a call with what is active.
+    """Return the floating-point tensors, except the loss, of a call with the active adapters.
 
     Args:
         model: any model of transformers.
