@@ -149,15 +149,15 @@ def class_of(
     Raises:
         ConfigError: no class fits.
     """
-    kin = {c: a for c, a in classes_of_peft.items() if a.peft_type == peft_type}
-    if found := [c for c, arguments in kin.items() if arguments.fits(values)]:
-        return max(found, key=lambda c: (c is preferred, len(kin[c].fixed)))
-    fixed = {name: values.get(name) for arguments in kin.values() for name in arguments.fixed}
+    related = {c: a for c, a in classes_of_peft.items() if a.peft_type == peft_type}
+    if found := [c for c, arguments in related.items() if arguments.fits(values)]:
+        return max(found, key=lambda c: (c is preferred, len(related[c].fixed)))
+    fixed = {name: values.get(name) for arguments in related.values() for name in arguments.fixed}
     shown = "".join(f", {name}={value!r}" for name, value in fixed.items())
     legal = sorted({a.peft_type for a in classes_of_peft.values()})
     raise ConfigError(
         f"peft_type={peft_type!r}{shown}: there is no such method here. Write one of "
-        f"{listing(sorted(c.__name__ for c in kin) or legal, limit=40)}."
+        f"{listing(sorted(c.__name__ for c in related) or legal, limit=40)}."
     )
 
 

@@ -105,7 +105,7 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
         CheckpointError: AdapterHub lacks the method.
     """
     if config.architecture not in adapterhub_spellings:
-        raise unsayable(config, f"{type(config).__name__} is not a method of adapters")
+        raise refused(config, f"{type(config).__name__} is not a method of adapters")
     return adapterhub_spellings[config.architecture]
 
 
@@ -146,18 +146,18 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
             alike = written.get("architecture") == also.get("architecture")
             everywhere = not (written.get("leave_out") or also.get("leave_out"))
             if alike and everywhere and not spelling_of(one).joins(one, other):
-                raise unsayable(config, f"adapters refuses a union of {one!r} and {other!r}")
+                raise refused(config, f"adapters refuses a union of {one!r} and {other!r}")
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:
-        raise unsayable(config, reason)
+        raise refused(config, reason)
     values = config.to_dict()
     legal = {**defaults(type(config)), **spelling.implied}
-    sayable = {*spelling.fields.values(), *spelling.omitted}
+    expressible = {*spelling.fields.values(), *spelling.omitted}
     # `to_dict` leaves out fields that only this library has
-    wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
+    wrong = [k for k, v in legal.items() if k not in expressible and values.get(k, v) != v]
     if wrong:
-        raise unsayable(config, f"adapters has no {_shown(values, sorted(wrong))}")
+        raise refused(config, f"adapters has no {_shown(values, sorted(wrong))}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
     written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
@@ -168,7 +168,7 @@ def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
-def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
+def refused(config: AdapterConfig, why: str) -> CheckpointError:
     """Return the error for a config that AdapterHub's format cannot express."""
     return inexpressible(f"AdapterHub's format cannot express {config!r}: {why}")
 
@@ -351,7 +351,7 @@ def write_adapter(
         flagged = spelling_of(member).as_flags(member, info.anatomy)
         if flagged is None:
             why = "AdapterHub names only queries, keys, values, first and last layers"
-            raise unsayable(member, why)
+            raise refused(member, why)
         members.append(flagged)
     # refuses a config that cannot be expressed, before fields are swapped
     written = write_config(union_of(members))
