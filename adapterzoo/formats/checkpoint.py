@@ -192,8 +192,8 @@ class Format:
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
             the format cannot express.
         base: returns the model that an adapter was trained on.
-        owned: returns the names of all files that this format may write for a kind; saving
-            replaces or deletes these, and keeps others.
+        owned: returns the names of all files that a folder of this format may have for a kind;
+            saving replaces or deletes these, and keeps others.
     """
 
     recognizes: Callable[[Path, Kind], bool]

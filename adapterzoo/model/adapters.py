@@ -182,7 +182,7 @@ def bring_in(
 ) -> None:
     """Install an adapter, replacing one of its name; on failure nothing changes.
 
-    It is frozen if it joins active adapters that are being trained.
+    An adapter that is not active is frozen while active ones are trained.
 
     Args:
         model: the model to install it in.

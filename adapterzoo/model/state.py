@@ -563,7 +563,7 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
 def own_parameters_of(
     model: AdaptedModel, names: Iterable[str] | None = None, fusions: Iterable[str] | None = None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters of adapters and fusions, by default of all; shared ones come twice."""
+    """Yield the parameters of adapters and fusions, by default of all; some may come twice."""
     for name in model._adapter_state.records if names is None else names:
         yield from parameters_of(model, name)
     for name in model._adapter_state.fusions if fusions is None else fusions:
