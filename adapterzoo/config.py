@@ -672,7 +672,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: brackets hold field=value pairs, each once. Write {name!r}."
+                f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
+                f"{name!r} without them."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -1119,7 +1120,8 @@ class ConfigUnion(AdapterConfig):
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
             raise FieldError(
-                f"ConfigUnion{configs!r}: not several configs. Write ConfigUnion(one, other)."
+                f"ConfigUnion{configs!r}: not two or more configs. Write "
+                f"ConfigUnion(config, other_config)."
             )
         # adapters are told apart by the config object that makes them
         distinct = {id(member): member for member in members}

@@ -285,7 +285,8 @@ def make(
         guard = guards.guard_of(stack)
         if "_adapter_state" in vars(stack) or (guard and guard.active is not model._active):
             raise StateError(
-                f"the {type(stack).__name__} inside has adapters. Write add_adapter(…) there."
+                f"the {type(stack).__name__} in this {type(model).__name__} has adapters of its "
+                "own or of another model. Write add_adapter(…) there."
             )
     by_path: dict[str, list[Placement]] = {}
     for placement in all_placements(config, model.anatomy):

@@ -241,7 +241,7 @@ def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str)
         own = _sampled(model, weights, lambda dims: [key for key in dims if key in sample])
         is_other = fit.is_other_base(sample, own)
     if is_other:
-        what = "was trained on weights that differ from this model's"
+        what = "was trained on other weights than this model's"
     elif here.digest is None and here.name == trained.name and len(commits) == 2:
         what = "was trained on another commit of the base model, and weights cannot be compared"
     else:

@@ -146,7 +146,7 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
             alike = written.get("architecture") == also.get("architecture")
             everywhere = not (written.get("leave_out") or also.get("leave_out"))
             if alike and everywhere and not spelling_of(one).joins(one, other):
-                raise refused(config, f"adapters refuses a union of {one!r} and {other!r}")
+                raise refused(config, f"adapters refuses unions of {one!r} and {other!r}")
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:
