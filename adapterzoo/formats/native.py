@@ -82,7 +82,7 @@ def load(folder: Path, kind: str) -> Checkpoint:
     version = metadata.get("version")
     if version != VERSION:
         raise CheckpointError(
-            f"{str(file)!r} is of version {version!r}, not {VERSION}. "
+            f"{str(file)!r} has version {version!r}, not {VERSION}. "
             "Write pip install -U adapterzoo."
         )
     expected = metadata.pop(_HASH, None)

@@ -76,7 +76,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     modules = info.modules(task.model_class)
     if spelling.shared and len(config.members) > 1:
         count = len(config.members)
-        raise inexpressible(f"a file of PEFT has one {spelling.peft_type}, not a union of {count}")
+        raise inexpressible(f"a file of PEFT has one adapter, not {count} {spelling.peft_type}")
     own, shared = spelling.write_model(
         config.members[0], shared_tensors(checkpoint.adapter), info.anatomy
     )
