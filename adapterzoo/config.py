@@ -7,10 +7,10 @@ class MyConfig(AdapterConfig):
     dropout: float = field(0.0, Share())
 ```
 
-A config is a frozen, keyword-only dataclass in the file of its method. It declares what its fields
-may hold, returns the placements of its adapters (`placements`) and builds each (`build`). Fields
-annotated `bool` are checked without a declaration. A class that changes the default of an inherited
-field keeps its check.
+A config is a frozen, keyword-only dataclass in the file of its method. It declares the legal values
+of its fields, returns the placements of its adapters (`placements`) and builds each (`build`).
+Fields annotated `bool` are checked without a declaration. A class that changes the default of an
+inherited field keeps the field's check.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Check(metaclass=ABCMeta):
     """The legal values of a field.
 
     Attributes:
-        legal: the legal values in words, for "`field` is …".
-        example: a legal value to suggest instead of another; None: the default of the field.
+        legal: the legal values in words, after "`field` is".
+        example: the legal value that messages suggest; None: the default of the field.
     """
 
     legal: str
@@ -83,9 +83,9 @@ class Check(metaclass=ABCMeta):
         """Return a legal value with names of layers as names below the base model.
 
         Args:
-            value: with names and expressions for the paths in the whole model, as PEFT reads them.
+            value: names and expressions for paths in the whole model, as PEFT reads them.
             prefix: what precedes the paths of the base model, such as "model.".
-            anatomy: `Anatomy` of the base model.
+            anatomy: the `Anatomy` of the base model.
         """
         return value
 
@@ -93,10 +93,10 @@ class Check(metaclass=ABCMeta):
         """Return the value to keep.
 
         Args:
-            config: name of the config's class.
-            name: of the field.
-            value: as it was given.
-            default: of the field.
+            config: the name of the config's class.
+            name: the name of the field.
+            value: the value as the user gave it.
+            default: the default of the field.
 
         Raises:
             ConfigError: the value is not legal.
@@ -112,7 +112,7 @@ class Check(metaclass=ABCMeta):
 
 @dataclass(frozen=True)
 class Range(Check):
-    """A number within `low ≤ value ≤ high`; a whole one if both bounds are."""
+    """A number with `low ≤ value ≤ high`; a whole number if both bounds are."""
 
     low: float
     high: float
@@ -128,10 +128,10 @@ class Range(Check):
         return is_number(value, *self._types) and self.low <= value <= self.high
 
     def nearest(self, value: object, default: object) -> object:
-        """Return the bound on the value's side."""
-        if is_number(value) and not math.isnan(value):
-            return self.low if value < self.low else self.high if value > self.high else default
-        return default
+        """Return the bound that the value exceeds, or the default."""
+        if not is_number(value):
+            return default
+        return self.low if value < self.low else self.high if value > self.high else default
 
     @property
     def _types(self) -> tuple[type, ...]:
@@ -210,7 +210,7 @@ class Maybe(Check):
 
     Attributes:
         check: the check of other values.
-        meaning: of None, such as "that of the model".
+        meaning: what None means, such as "that of the model".
     """
 
     check: Check
@@ -275,7 +275,7 @@ class Layers(Check):
 
 
 class StackLayers(Layers):
-    """The same, counted in each stack of blocks, as PEFT reads them in paths."""
+    """Numbers of layers, counted from 0 in each stack of blocks, as in paths."""
 
 
 class Items(tuple[Any, ...]):
@@ -304,16 +304,13 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
 
     Args:
         default: a dict is copied for each config.
-        check: the check of its values; None for only that of the annotation.
-        ours: whether the peers' files lack the field: it is written only if it is not the default.
-        needs: other fields and their values, `"use_gating=True"`, without which this one has no
+        check: the check of its values; None: only that of the annotation.
+        ours: whether the peers' files lack the field; it is written only if it is not the default.
+        needs: values of other fields, such as `"use_gating=True"`, without which this one has no
             effect; a warning says so. Several are joined by ", ".
     """
-    metadata: dict[str, object] = {} if check is None else {"check": check}
-    if ours:
-        metadata["ours"] = True
-    if needs:
-        metadata["needs"] = needs, default
+    declared = {"check": check, "ours": ours, "needs": needs and (needs, default)}
+    metadata = {key: value for key, value in declared.items() if value}
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -321,7 +318,7 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
 
 @functools.cache
 def declarations(cls: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Return what a config class and its bases declare of each field; the class comes first."""
+    """Return what a config class and its bases declare for each field; the class has precedence."""
     found: dict[str, dict[str, Any]] = {}
     for c in reversed(cls.__mro__):
         for name, own in vars(c).get("__dataclass_fields__", {}).items():
@@ -335,12 +332,11 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """Return the check and the default of each field of a config class that has a check.
 
     Raises:
-        ConfigError: the class has fields and no decorator.
+        ConfigError: the class has fields, but no decorator.
     """
     if any(isinstance(value, dataclasses.Field) for value in vars(cls).values()):
         raise ConfigError(
-            f"{cls.__name__} declares fields, but has no decorator. Write @method_config('name') "
-            "above it."
+            f"{cls.__name__} declares fields without a decorator. Write @method_config('name')."
         )
     found = {name: own.get("check") for name, own in declarations(cls).items()}
     return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
@@ -348,12 +344,12 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
 
 @functools.cache
 def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
-    """Return what fields of a config class need to have an effect, and their defaults."""
+    """Return, for fields that need others to have an effect, what they need and the default."""
     return {name: own["needs"] for name, own in declarations(cls).items() if "needs" in own}
 
 
 def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config of a class without those that have no effect in it."""
+    """Return the fields for a config of a class, without those that would have no effect."""
     values = {**defaults(cls), **fields}
     idle = {name for name, (need, _) in needs_of(cls).items() if not _is_met(need, values)}
     return {name: value for name, value in fields.items() if name not in idle}
@@ -369,8 +365,8 @@ def refuse_missing_layers(config: Any, count: int) -> None:
     """Check that a model has the layers whose numbers are in a config.
 
     Args:
-        config: of a method.
-        count: of the model's layers.
+        config: the config of a method.
+        count: the number of the model's layers.
 
     Raises:
         ConfigError: it lacks one.
@@ -395,10 +391,10 @@ _CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DO
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def config_class(cls: type[_T]) -> type[_T]:
-    """Make a class below `Config` a frozen dataclass whose fields are given by their names.
+    """Make a subclass of `Config` a frozen dataclass whose fields are given by name.
 
-    `@dataclass(frozen=True, kw_only=True)` does the same, and takes twice as long: it also compiles
-    `__eq__` and `__repr__` for each class, which `Config` has for all.
+    `@dataclass(frozen=True, kw_only=True)` does the same, but takes twice as long: it also compiles
+    `__eq__` and `__repr__` for each class, which all classes have from `Config`.
     """
     # `dataclass` refuses to freeze a class with a `__setattr__` of its own, as `Config` has
     frozen = "__setattr__" not in vars(cls)
@@ -408,11 +404,11 @@ def config_class(cls: type[_T]) -> type[_T]:
 class ConfigType(ABCMeta):
     """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
 
-    A call with fields that stand for another class makes a config of that one: `Config._resolved`.
+    A call with fields of another class makes a config of that class, see `Config._resolved`.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        """Set an attribute of the class, which `dataclass` does too.
+        """Set an attribute of the class, as `dataclass` does.
 
         Users may write `@dataclass(frozen=True)` or `@dataclass`: `Config` freezes all objects.
         """
@@ -420,7 +416,7 @@ class ConfigType(ABCMeta):
             return
         super().__setattr__(name, value)
         if name == "__dataclass_params__":
-            # `dataclass` refuses to mix the two kinds, by the same flag of the bases
+            # `dataclass` refuses a class that is frozen when its bases are not, or the reverse
             for base in cls.__mro__[1:]:
                 if own := vars(base).get(name):
                     own.frozen = value.frozen
@@ -432,23 +428,21 @@ class ConfigType(ABCMeta):
             """Make a config.
 
             Raises:
-                ConfigError: a field is unknown, missing or without its name.
+                ConfigError: a field is unknown, missing or given without its name.
             """
             found, fields = cls._resolved(fields)
             if found is not cls:
                 return found(*values, **fields)
             try:
                 return super().__call__(*values, **fields)
-            except ConfigError:
-                raise
             except TypeError:
-                # errors inside the class itself are not changed
+                # raises if the call is wrong; an error inside the class is raised as it is
                 _check_names(cls, None, values, fields)
                 raise
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The signature of the constructor, not of `__call__` above."""
+        """The signature of the constructor, instead of that of `__call__`."""
         return _signature(cls)
 
 
@@ -461,10 +455,10 @@ def _signature(cls: type) -> inspect.Signature:
 def _check_names(
     cls: type, shown: str | None, values: tuple[Any, ...], fields: Mapping[str, Any]
 ) -> None:
-    """Check the names of the fields in a call; `shown` begins the message instead of the call.
+    """Check the names of the fields in a call; messages begin with `shown`, or else with the call.
 
     Raises:
-        FieldError: one is unknown, missing or without its name.
+        FieldError: a field is unknown, missing or given without its name.
     """
     known = inspect.signature(cls)
     try:
@@ -490,10 +484,9 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
     `config.get("r")` and `dict(config)` read the fields, and the kind under its name in files.
 
     Attributes:
-        kind_field: the key of `to_dict` that names the class of a dict; empty if there is one
-            class.
+        kind_field: the key of `to_dict` that names the class; empty if there is only one class.
         kinds: values of that key → classes.
-        default_kind: the kind of a dict without that key; None if it must be there.
+        default_kind: the kind of a dict without that key; None: the key must be there.
         strings: names that `load` accepts → functions that build the config.
         default: the config that `load` returns for None.
     """
@@ -537,7 +530,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """Set a field that has no value yet.
 
         Raises:
-            FrozenInstanceError: it has, or is not a field.
+            FrozenInstanceError: it has a value, or it is not a field.
         """
         if name not in fields_of(type(self)) or name in vars(self):
             raise dataclasses.FrozenInstanceError(
@@ -570,7 +563,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
         Raises:
             ConfigError: a field is unknown, or a value is not legal.
-            UnknownNameError: nothing is registered for its kind.
+            UnknownNameError: its kind is unknown.
         """
         if not isinstance(values, Mapping):
             kind = cls._kind() or next(iter(cls.kinds or ()), None)
@@ -582,13 +575,12 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         if own is None and cls.kinds is not None:
             found: Any = cls.kinds.find(given or cls.default_kind)
             try:
-                made: Self = found._from_fields(fields)
+                return cast("Self", found._from_fields(fields))
             except FieldError as error:
                 if given is None:
                     hint = f"For another method, add {cls.kind_field!r} to the dict."
                     error.args = (f"{error} {hint}",)
                 raise
-            return made
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
             raise ConfigError(
@@ -603,11 +595,10 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        made = cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
-        return cast("Self", made)
+        return cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
 
     @classmethod
-    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
+    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Self:
         """Return a config with these fields; `shown` begins the messages.
 
         Raises:
@@ -615,11 +606,11 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         found, fields = cls._resolved(fields)
         _check_names(found, shown, (), fields)
-        return found(**fields)
+        return cast("Self", found(**fields))
 
     @classmethod
     def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the class that the fields of a constructor call stand for, and its fields."""
+        """Return the class that a constructor call with these fields means, and its fields."""
         return cls, fields
 
     def replace(self, **changes: Any) -> Self:
@@ -631,8 +622,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         return self._changed(type(self).__name__, changes)
 
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
-        """Return the config with some fields changed; errors begin with what the user wrote."""
-        return cast("Self", self._made(shown, {**_values(self), **changes}))
+        """Return the config with some fields changed; `shown` begins the messages."""
+        return self._made(shown, {**_values(self), **changes})
 
     # --- values of `config=` ---
 
@@ -647,7 +638,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
         Raises:
             ConfigError: it is none of these, or a value in it is not legal.
-            UnknownNameError: the config string names nothing that is registered.
+            UnknownNameError: the name in the config string is unknown.
         """
         asked: Any = cls.default if config is None else config
         if isinstance(asked, cls):
@@ -670,7 +661,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # without a match the text is a name that nothing has
+        # without a match the text is an unknown name
         match = _CONFIG_STRING.fullmatch(text)
         name, brackets = (match["name"], match["fields"]) if match else (text, None)
         config: Config = cls.strings.find(name)()
@@ -682,7 +673,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
                 keywords = call.keywords
             # literal_eval accepts only constants, so no code of the string runs
             fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
-        # the last three: keys that cannot be, and too many brackets or signs
+        # the last three: unhashable keys, and too many brackets or signs
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
@@ -756,10 +747,9 @@ def _read(path: str | os.PathLike[str]) -> Any:
         document = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one with a "
-            f"config's dict."
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one."
         ) from error
-    # as saved beside an adapter
+    # a file that was saved with an adapter has the config under this key
     inner = document.get("config") if isinstance(document, dict) else None
     return inner if isinstance(inner, dict) else document
 
@@ -789,7 +779,7 @@ def _hashable(value: Any) -> Any:
 # --- configs of adapters ---
 
 METHODS = "adapterzoo.methods"
-"""The package that fills the registries of methods."""
+"""The package that fills the registries below."""
 
 architectures: Registry[Any] = Registry("architecture", "its config class", filled_by=METHODS)
 """The `architecture` of a config on disk → its class."""
@@ -798,18 +788,18 @@ config_strings: Registry[Any] = Registry("config string", filled_by=METHODS)
 """The short names that users write → functions that make the configs."""
 
 change_forms: Registry[Any] = Registry("conversion method", filled_by=METHODS)
-"""The method → the config class whose adapters can make any change of a weight.
+"""Methods that can express any change of a weight → their config classes.
 
-The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
-adapters are of `contracts.FactoredAdapter`.
+Such a class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
+adapters are `contracts.FactoredAdapter`s.
 """
 
 DEFAULT_CHANGE_FORM = "lora"
 
 variants: dict[type[Any], Any] = {}
-"""The config classes that share one class in `adapters` → their `AdapterHubSpelling`.
+"""Config classes that are one class in `adapters` → their `AdapterHubSpelling`.
 
-`LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
+`LoRAConfig(use_dora=True)` of `adapters` has a class of its own here.
 """
 
 # quoted text in a config string
@@ -818,11 +808,11 @@ _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A site and the config of the adapter that it gets.
+    """A site and the config of its adapter.
 
     Attributes:
         site: the place of the adapter.
-        config: builds the adapter.
+        config: the config that builds the adapter.
         location: its key in `get_adapter`, such as "output_adapter"; if empty, the site's role.
     """
 
@@ -836,12 +826,12 @@ class AdapterConfig(Config):
     """Base of all adapter configs.
 
     `architecture` is the name of the method in files, and `adapter_class` the class that `build`
-    calls. `training_fields` are those that do not change what a trained adapter computes.
+    calls. `training_fields` do not change what a trained adapter computes.
     """
 
     kind_field: ClassVar[str] = "architecture"
     kinds: ClassVar[Registry[Any] | None] = architectures
-    # the peer's oldest files have none
+    # the oldest files of `adapters` name none
     default_kind: ClassVar[str | None] = "bottleneck"
     strings: ClassVar[Registry[Any]] = config_strings
     default: ClassVar[object] = "seq_bn"
@@ -854,7 +844,7 @@ class AdapterConfig(Config):
 
     @classmethod
     def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the class that fields of `adapters` or PEFT stand for, and its fields.
+        """Return the class that fields of `adapters` or PEFT mean, and its fields.
 
         Raises:
             ConfigError: there is no such method.
@@ -870,15 +860,15 @@ class AdapterConfig(Config):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The fields in which an adapter may differ from the one whose place it takes.
+        """The fields in which an adapter may differ from the slot that takes its values.
 
-        Zeros make up for smaller sizes, and `Adapter.in_slot` for the rest; sites are compared
-        anyway.
+        Smaller sizes are padded with zeros, and `Adapter.in_slot` makes up for other differences.
+        Sites are compared in any case.
         """
         return frozenset()
 
     def of_rank(self, rank: int) -> Self:
-        """Return the config of a slot for adapters of at most this rank; itself if it has none.
+        """Return the config of a slot for adapters up to this rank; itself if it has no rank.
 
         Raises:
             ConfigError: its own rank is larger.
@@ -900,7 +890,7 @@ class AdapterConfig(Config):
 
     @abstractmethod
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return every site of the model that gets an adapter.
+        """Return a placement for every site of the model that gets an adapter.
 
         Raises:
             SiteError: the model, or one of its blocks, lacks the sites.
@@ -933,7 +923,7 @@ class AdapterConfig(Config):
 
         Args:
             prefix: what precedes the paths of the base model, such as "model.".
-            anatomy: of the base model.
+            anatomy: the anatomy of the base model.
 
         Raises:
             ConfigError: the fields would mean other layers than in PEFT.
@@ -953,9 +943,9 @@ class AdapterConfig(Config):
         It is made, moved, copied, trained and saved once for each adapter.
 
         Args:
-            placements: all adapters of this config, in model order.
-            device: where its tensors are made.
-            dtype: of its parameters.
+            placements: the placements of this config, in model order.
+            device: the device of its tensors.
+            dtype: the dtype of its parameters.
 
         Raises:
             ConfigError: a value does not fit the placements.
@@ -964,14 +954,14 @@ class AdapterConfig(Config):
 
     @property
     def plain(self) -> AdapterConfig:
-        """The config of an equal adapter in the peers' files; see `plain_tensors`."""
+        """The config of the equal adapter that the peers' files hold; see `plain_tensors`."""
         return self
 
     def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of one place of the adapter of `plain`, by parameter.
+        """Return the tensors of one place for an adapter of `plain`, by parameter.
 
         Args:
-            tensors: of an adapter of this config, by parameter.
+            tensors: those of an adapter of this config.
         """
         return tensors
 
@@ -979,12 +969,12 @@ class AdapterConfig(Config):
         """Return the tensors of one place, by parameter; undoes `plain_tensors`.
 
         Args:
-            tensors: of an adapter of `plain`, by parameter.
+            tensors: those of an adapter of `plain`.
         """
         return tensors
 
     def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
-        """Return which inputs or original weights the initial values need; None: they need none."""
+        """Return which inputs or original weights the initial values need; None: none."""
         return None
 
     @property
@@ -998,8 +988,9 @@ class AdapterConfig(Config):
         It is called once, for a fresh adapter that is not filled from a file.
 
         Args:
-            shared: made by `shared`.
-            embedded: returns the embeddings `[tokens, d]` of a text from the model's table.
+            shared: the module that `shared` made.
+            embedded: returns the rows `[tokens, d]` of the model's table for a text, or for a
+                number of random tokens.
 
         Raises:
             ConfigError: the text has no tokens.
@@ -1009,12 +1000,12 @@ class AdapterConfig(Config):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
-        """Return the config of the adapter that several are combined into.
+        """Return the config of a combination of several adapters.
 
         Args:
-            configs: at least one, of this architecture.
+            configs: the configs of the adapters, at least one, of this architecture.
             strategy: how the adapters are combined.
-            anatomy: of the model.
+            anatomy: the anatomy of the model.
 
         Raises:
             CompositionError: configs that differ in this way cannot be combined.
@@ -1030,12 +1021,11 @@ class AdapterConfig(Config):
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
         parse = super()._parse
         parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
-        members = [member for part in parts for member in part.members]
-        return parts[0] if len(parts) == 1 else ConfigUnion(*members)
+        return union_of(parts)
 
 
 def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the class that fields of `adapters` stand for, and its fields."""
+    """Return the class that fields of `adapters` mean, and its fields."""
     own = variants.get(cls)
     if own is None:
         return cls, fields
@@ -1056,13 +1046,13 @@ def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any
         )
     chosen: Any = max(found, key=lambda c: group[c].strictness)
     variant, legal = group[chosen], defaults(chosen)
-    # the fields that identify the method have been read
+    # drop the fields that only tell the methods apart
     read = {**variant.fixed, **variant.constants, **(default if chosen is not cls else {})}
     kept = {n: v for n, v in fields.items() if n in legal or n not in read or read[n] != v}
     if chosen is cls:
         return cls, kept
-    # fields that were not given have the values of the class that was called, except those of
-    # training: each method has initial values of its own
+    # fields that were not given get the defaults of the class that was called, except fields of
+    # training, since each method has initial values of its own
     same = {n: v for n, v in default.items() if n in legal.keys() - chosen.training_fields}
     given = {n: v for n, v in kept.items() if n not in default or default[n] != v}
     return chosen, {**same, **variant.as_another, **given}
@@ -1072,7 +1062,7 @@ def check_blocks(anatomy: Anatomy, config: str) -> None:
     """Check that a model has transformer blocks.
 
     Args:
-        anatomy: of the model.
+        anatomy: the anatomy of the model.
         config: the name of the config that needs them.
 
     Raises:
@@ -1089,7 +1079,7 @@ def check_blocks(anatomy: Anatomy, config: str) -> None:
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def method_config(architecture: str) -> Callable[[type[_T]], type[_T]]:
-    """Return `config_class` for the config of a method, which it registers.
+    """Return a decorator that registers the config of a method, and is `config_class` otherwise.
 
     Args:
         architecture: the name of the method, in files and as a config string.
@@ -1110,7 +1100,7 @@ class MultiTaskConfig(AdapterConfig):
     """Base of the configs of methods for several tasks, which can share parameters.
 
     Attributes:
-        shareable: the parameters of each layer that `share_parameters` shares.
+        shareable: names of the parameters of a layer that `share_parameters` shares.
     """
 
     shareable: ClassVar[tuple[str, ...]] = ()
@@ -1126,11 +1116,11 @@ class ConfigUnion(AdapterConfig):
         """Join the configs.
 
         Args:
-            configs: two or more; of a union, its members. If two adapt one layer, the earlier acts
-                first.
+            configs: two or more; a union counts as its members. If two adapt one layer, the
+                earlier one acts first.
 
         Raises:
-            ConfigError: fewer than two, or one is not a config.
+            ConfigError: there are fewer than two, or one is not a config.
         """
         known = all(isinstance(config, AdapterConfig) for config in configs)
         members = [member for config in configs for member in config.members] if known else []
@@ -1151,9 +1141,7 @@ class ConfigUnion(AdapterConfig):
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
         """Return the union of the members with names below the base model."""
-        found = [config.below(prefix, anatomy) for config in self.configs]
-        same = all(one is other for one, other in zip(found, self.configs, strict=True))
-        return self if same else type(self)(*found)
+        return type(self)(*(config.below(prefix, anatomy) for config in self.configs))
 
     @property
     def starts_as_identity(self) -> bool:
@@ -1166,12 +1154,12 @@ class ConfigUnion(AdapterConfig):
         return all(config.gradients_are_exact for config in self.configs)
 
     def of_rank(self, rank: int) -> Self:
-        """Return the union of the configs for slots of a rank."""
+        """Return the union of the members' configs for slots of a rank."""
         return type(self)(*(config.of_rank(rank) for config in self.configs))
 
     @property
     def plain(self) -> AdapterConfig:
-        """The union of what the members are in files of the peers."""
+        """The union of the members' `plain` configs."""
         return ConfigUnion(*(config.plain for config in self.configs))
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
@@ -1229,3 +1217,8 @@ class ConfigUnion(AdapterConfig):
         if fields or not isinstance(members, Sequence):
             raise ConfigError(f"{fields!r}, configs={members!r}: not the dict of a union.")
         return cls(*(AdapterConfig.from_dict(c) for c in members))
+
+
+def union_of(configs: Sequence[AdapterConfig]) -> AdapterConfig:
+    """Return a union of the configs, or the only one."""
+    return configs[0] if len(configs) == 1 else ConfigUnion(*configs)

@@ -26,7 +26,7 @@ class WeightsLoader(ABC):
     files are not downloaded from the Hub: load them from a folder.
 
     Attributes:
-        model: whose parameters are saved.
+        model: the model whose parameters are saved.
         weights_name: the file of the tensors, in safetensors.
         config_name: the file of their name, in JSON.
     """
@@ -42,15 +42,15 @@ class WeightsLoader(ABC):
         """Keep the model, and choose the names of the files.
 
         Args:
-            model: with the parameters.
+            model: the model with the parameters.
             weights_name: a plain name. The extension becomes `.safetensors`; a pickled file of the
                 name itself is read, but never written.
             config_name: a plain name.
-            use_safetensors: whether a file in safetensors is read if there are both.
-            safe_weights_name: instead of `weights_name` with the other extension.
+            use_safetensors: whether the file in safetensors is read if there are both.
+            safe_weights_name: its name, if it is not `weights_name` with the other extension.
 
         Raises:
-            ConfigError: a name has a folder in it, or two files have one name.
+            ConfigError: a name is a path, or both files have the same name.
         """
         self.model = model
         self.weights_name = safe_weights_name or str(Path(weights_name).with_suffix(".safetensors"))
@@ -60,7 +60,7 @@ class WeightsLoader(ABC):
         names = (config_name, self.weights_name, weights_name)
         if config_name in names[1:] or any(Path(name).name != name for name in names):
             raise ConfigError(
-                f"{config_name!r} and {weights_name!r} are not the plain names of two files. Write "
+                f"{config_name!r} and {weights_name!r} are not names of two files. Write "
                 "'pooler.json' and 'pooler.safetensors'."
             )
 
@@ -69,7 +69,7 @@ class WeightsLoader(ABC):
         """Return a function that says whether a parameter is one of these weights.
 
         Args:
-            name: of the weights.
+            name: the name of the weights.
 
         Returns:
             A function of a name in `model.state_dict()`.
@@ -80,8 +80,8 @@ class WeightsLoader(ABC):
         """Return a function that renames a parameter of a file.
 
         Args:
-            old_name: of the weights, when they were saved.
-            new_name: under which they are loaded.
+            old_name: the name under which the weights were saved.
+            new_name: the name under which they are loaded.
 
         Returns:
             A function of a name in the file, to a name in `model.state_dict()`.
@@ -98,7 +98,7 @@ class WeightsLoader(ABC):
 
         Args:
             save_directory: the folder; created if missing.
-            name: of the weights; `save_adapter` gives that of the adapter.
+            name: the name of the weights; `save_adapter` gives that of the adapter.
             meta_dict: further JSON values for the config.
 
         Raises:

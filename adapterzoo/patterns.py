@@ -1,4 +1,4 @@
-"""Names and regular expressions of layers in configs: their checks, and how they match layers."""
+"""Names of layers, and regular expressions for them, in configs: checks, and what they match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXACT = re.compile(r"\^\(\?:.*\)\$")
 
 
 def is_named(path: str, name: str) -> bool:
-    """Return whether a name in a list is that of a layer."""
+    """Return whether a name in a list names a layer: by its whole path, or by the end of it."""
     return path == name or path.endswith(f".{name}") or name == f"^{path}"
 
 
@@ -27,7 +27,7 @@ class Modules(Check):
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
     example: ClassVar[object] = ["query", "value"]
-    # whether a path in the whole model has a name in a list, by PEFT's rule
+    # whether a name in a list fits a path in the whole model, by PEFT's rule
     fits_in_peft: Callable[[str, str], bool] = staticmethod(is_named)
 
     def convert(self, value: object) -> object:
@@ -43,7 +43,7 @@ class Modules(Check):
         return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
 
     def paths(self, anatomy: Anatomy) -> list[str]:
-        """Return what can be named, by paths below the base model."""
+        """Return the paths, below the base model, of all that can be named."""
         sites = (*anatomy, *anatomy.others, *anatomy.parameters, *anatomy.named)
         return [*dict.fromkeys(path for site in sites for path in (site.path, site.name))]
 
@@ -68,27 +68,27 @@ class Modules(Check):
 
 
 class Excluded(Modules):
-    """The same, for layers to leave out."""
+    """Names of layers to leave out, one regular expression, or None."""
 
     def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
         """Return names of the same layers; see `Check.below`.
 
         Raises:
-            ConfigError: a text is the name of layers, and no expression for their whole paths.
+            ConfigError: a text names layers, but as an expression fits none of their whole paths.
         """
         paths = self.paths(anatomy) if isinstance(value, str) else []
         whole = [path for path in paths if re.fullmatch(value, in_whole(path, prefix))]
         if not whole and (others := [path for path in paths if matches(path, value)]):
             names = [value] if is_named(others[0], value) else [in_whole(others[0], prefix)]
             raise ConfigError(
-                f"exclude_modules={value!r}: as a text it is an expression for whole paths, and "
-                f"leaves out nothing. Write names or whole paths: exclude_modules={names!r}."
+                f"exclude_modules={value!r}: a text is an expression for whole paths, and this one "
+                f"leaves out nothing. Write a list of names or paths: exclude_modules={names!r}."
             )
         return super().below(value, prefix, anatomy)
 
 
 class Targets(Modules):
-    """The same, and an empty list, for no layer, as PEFT writes it."""
+    """Names of layers, as above, or an empty list for no layer, as PEFT writes it."""
 
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""
@@ -105,11 +105,11 @@ class Parameters(Modules):
         return [*anatomy.weights()]
 
     def convert(self, value: object) -> object:
-        """Return a tuple of names or None; an empty list asks for none."""
+        """Return a tuple of names, or None, also for an empty list."""
         return super().convert(value) or None if not isinstance(value, str) else value
 
     def fits(self, value: object) -> bool:
-        """Return whether it is a list, and none is empty."""
+        """Return whether it is a list, and no name is empty."""
         return not isinstance(value, str) and super().fits(value)
 
     def nearest(self, value: object, default: object) -> object:
@@ -118,7 +118,7 @@ class Parameters(Modules):
 
 
 class Saved(Modules):
-    """Names of modules, which PEFT compares with the ends of paths, within words too."""
+    """Names of modules, which PEFT compares with the ends of paths, even within words."""
 
     fits_in_peft = staticmethod(str.endswith)
 
@@ -129,7 +129,7 @@ class Saved(Modules):
 
 
 class TokenIds(Check):
-    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
+    """Ids of tokens, or a mapping from names of embeddings to ids, which are sorted."""
 
     legal = "a list of different token ids from 0, or a dict from names of embeddings to such lists"
 
@@ -143,7 +143,7 @@ class TokenIds(Check):
         """Return a mapping with names of the same embeddings; see `Check.below`.
 
         Raises:
-            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
+            ConfigError: in PEFT, only some of the embeddings that share a table would get the rows.
         """
         if not isinstance(value, Mapping):
             return value
@@ -162,7 +162,7 @@ class TokenIds(Check):
         return value if found == value else found
 
     def fits(self, value: object) -> bool:
-        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        """Return whether there are ids, all different whole numbers from 0."""
         if value is None:
             return True
         if isinstance(value, Mapping):
@@ -173,7 +173,7 @@ class TokenIds(Check):
         return _are_ids(value)
 
     def nearest(self, value: object, default: object) -> object:
-        """Return the legal numbers among them."""
+        """Return the legal ids among them."""
         ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
         return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
 
@@ -192,7 +192,7 @@ def _are_ids(value: object) -> bool:
 
 
 class Patterns(Check):
-    """Layer names or regular expressions → values that are legal for another field."""
+    """A mapping from layer names or regular expressions to values that another field may have."""
 
     legal = "a mapping from layer names or regular expressions to numbers"
     example: ClassVar[object] = {"query": 4}
@@ -248,13 +248,13 @@ def check_patterns(config: str, name: str, patterns: Iterable[str], names: objec
     """Check that a field of a config holds regular expressions.
 
     Args:
-        config: name of the config's class.
-        name: of the field.
+        config: the name of the config's class.
+        name: the name of the field.
         patterns: the expressions.
-        names: the suggestion.
+        names: the value that the message suggests.
 
     Raises:
-        ConfigError: one does not compile.
+        ConfigError: one of them is not a regular expression.
     """
     if (found := fault(patterns)) is not None:
         raise ConfigError(f"{config}({name}={found[0]!r}): {found[1]}. Write {name}={names!r}.")
@@ -264,13 +264,13 @@ def check_keys(config: str, name: str, patterns: Iterable[str], paths: Sequence[
     """Check that each key of a field with patterns matches a layer.
 
     Args:
-        config: name of the config's class.
-        name: of the field.
+        config: the name of the config's class.
+        name: the name of the field.
         patterns: its keys.
-        paths: of the layers.
+        paths: the paths of the layers.
 
     Raises:
-        SiteError: a key matches none.
+        SiteError: a key matches no layer.
     """
     for key in patterns:
         if not any(fits_end(key, path) for path in paths):
@@ -285,9 +285,9 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
     """Return whether a layer matches, by PEFT's rule.
 
     Args:
-        path: of the layer.
-        wanted: a regular expression for the whole path, or the last name of the path; or a list of
-            ends of paths, and of whole paths that begin with "^".
+        path: the path of the layer.
+        wanted: a text: a regular expression for the whole path, or the last part of the path; or a
+            list of ends of paths, and of "^" with a whole path.
     """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
@@ -307,18 +307,18 @@ def names_below(
     in_peft: Callable[[str, str], bool],
     fits: Callable[[str, str], bool] = is_named,
 ) -> tuple[str, ...]:
-    """Return names or expressions that have the same meaning for paths below the base model.
+    """Return names or expressions that mean the same for paths below the base model.
 
     Args:
-        names: for paths in the whole model.
+        names: names or expressions for paths in the whole model.
         prefix: what precedes the paths of the base model.
-        paths: all that can be named, below the base model.
-        in_peft: whether a path in the whole model has a name, by PEFT's rule.
-        fits: whether a path below the base model has it.
+        paths: the paths, below the base model, of all that can be named.
+        in_peft: returns whether a path in the whole model has a name, by PEFT's rule.
+        fits: returns whether a path below the base model has a name.
 
     Returns:
-        Those that have the same meaning as they are, or none in the whole model; names of the
-        same paths for the others.
+        A name unchanged if it means the same or fits no path in the whole model; otherwise names of
+        the paths that it fits there.
     """
     found: list[str] = []
     for name in names:
@@ -340,13 +340,13 @@ def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
 
 def fits_end(pattern: str, path: str) -> bool:
     """Return whether a key of patterns matches a path: an expression for its end, as in PEFT."""
-    # match from each name on, because a prefix would displace `(?i)` and renumber groups
+    # try each part of the path as the start: a prefix would displace `(?i)` and renumber groups
     expression, starts = re.compile(pattern), [0, *(i + 1 for i, c in enumerate(path) if c == ".")]
     return any(expression.fullmatch(path, start) is not None for start in starts)
 
 
 def fault(patterns: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first text that is not a regular expression and the reason; None: all are."""
+    """Return the first text that is not a regular expression, and why; None if all are."""
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -368,7 +368,7 @@ def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str
         everything: all paths that an end could name.
 
     Returns:
-        Sorted; None if a chosen path is itself the end of another one.
+        The ends, sorted; None if a chosen path is itself the end of another one.
     """
     counts, mine = (
         Counter(end for path in paths for end in _ends(path)) for paths in (everything, chosen)

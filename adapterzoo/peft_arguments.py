@@ -1,9 +1,9 @@
 """The fields of PEFT's config classes, and ours of the same meaning: one table for each class.
 
-A method declares it once. It is read where a user gives the fields to a config class here,
-`LoRAConfig(lora_alpha=16)`, from config objects of PEFT, from its files, and by `adapterzoo.peft`,
-which makes the classes of it. A field is never ignored: it has a counterpart, a value that asks for
-nothing, or an error with a hint.
+A method declares its table once. It serves users who give the fields to a config class here,
+`LoRAConfig(lora_alpha=16)`, config objects of PEFT, its files, and `adapterzoo.peft`, which makes
+classes from it. A field is never ignored: it has a counterpart, or a value that asks for nothing,
+or raises an error with a hint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASK_TYPES = (
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
 
-# each is more than a change of weights
+# PEFT's methods that do more than change weights → what they do
 _INEXPRESSIBLE = {
     "ADAPTION_PROMPT": "adds a gated prompt inside attention",
     "BEFT": "adds to the outputs of layers",
@@ -49,15 +49,15 @@ class PeftArgument:
     """A field of one of PEFT's config classes.
 
     Attributes:
-        default: PEFT's.
+        default: PEFT's default.
         ours: our field of the same meaning; None: there is none, and only the default is legal.
         values: PEFT's legal values → ours; None: those of our field.
         hint: what is wrong with other values, and what to write.
         passes: whether texts that are not among `values` are passed on, for our field to check.
-        parts: the fields of the config object that the field holds, of which our field has those
-            that are not PEFT's defaults; None: it does not hold one.
+        parts: the fields of the config object that this field holds; our field gets those that
+            differ from PEFT's defaults. None: it does not hold an object.
         part_class: PEFT's name of the class of that object.
-        check: the `config.Check` of its values in a file; None: files are read without the field.
+        check: the `config.Check` of its values in a file; None: the field is not read from files.
     """
 
     default: Any = None
@@ -78,12 +78,11 @@ class PeftArguments:
         class_name: its name.
         fields: its own fields; all classes have those of `COMMON`.
         implied: fields of ours that every config object of PEFT implies.
-        subsets: fields of ours that name some of the adapted layers → whether a layer is among
-            them, by our config and its site.
-        unsayable: all fields → why there is no such adapter here; None: there is.
-        peft_type: of the spelling, as `fixed`: the fields that tell our class from others of the
-            type.
-        fixed: see `peft_type`.
+        subsets: fields of ours that name some of the adapted layers → a function that says whether
+            a layer is among them, by our config and its site.
+        unsayable: from all fields, returns why there is no such adapter here; None: there is.
+        peft_type: PEFT's name of the method; `spelled` copies it and `fixed` from the spelling.
+        fixed: the fields that tell our class from others of the same type.
     """
 
     class_name: str
@@ -101,7 +100,8 @@ class PeftArguments:
 
 COMMON: Mapping[str, PeftArgument] = {
     "task_type": PeftArgument(
-        values=dict.fromkeys(TASK_TYPES), hint=f"legal are {listing(TASK_TYPES)} and None."
+        values=dict.fromkeys(TASK_TYPES),
+        hint=f"PEFT has no such task. Write one of {listing(TASK_TYPES)}, or None.",
     ),
     "inference_mode": PeftArgument(
         False, hint="train_adapter(…) decides what is trained. Write inference_mode=False."
@@ -116,14 +116,14 @@ COMMON: Mapping[str, PeftArgument] = {
 
 
 def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mapping[str, Any]]:
-    """Return the class and the fields that a call stands for whose arguments may be PEFT's.
+    """Return the class and the fields that a call means, whose arguments may be PEFT's.
 
     Args:
-        cls: that was called.
-        given: its arguments.
+        cls: the class that was called.
+        given: the arguments of the call.
 
     Raises:
-        ConfigError: an argument of PEFT has a value that has no meaning here.
+        ConfigError: an argument of PEFT has a value without a meaning here.
     """
     own = classes_of_peft.get(cls)
     if own is None:
@@ -143,21 +143,21 @@ def class_of(
 
     Args:
         peft_type: PEFT's name of the method.
-        values: of its fields.
-        preferred: of several that fit.
+        values: the values of its fields.
+        preferred: the class to return if several fit.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no class fits.
     """
-    kin = {c: a for c, a in classes_of_peft.items() if a.peft_type == peft_type}
-    if found := [c for c, arguments in kin.items() if arguments.fits(values)]:
-        return max(found, key=lambda c: (c is preferred, len(kin[c].fixed)))
-    fixed = {name: values.get(name) for arguments in kin.values() for name in arguments.fixed}
+    related = {c: a for c, a in classes_of_peft.items() if a.peft_type == peft_type}
+    if found := [c for c, arguments in related.items() if arguments.fits(values)]:
+        return max(found, key=lambda c: (c is preferred, len(related[c].fixed)))
+    fixed = {name: values.get(name) for arguments in related.values() for name in arguments.fixed}
     shown = "".join(f", {name}={value!r}" for name, value in fixed.items())
     legal = sorted({a.peft_type for a in classes_of_peft.values()})
     raise ConfigError(
         f"peft_type={peft_type!r}{shown}: there is no such method here. Write one of "
-        f"{listing(sorted(c.__name__ for c in kin) or legal, limit=40)}."
+        f"{listing(sorted(c.__name__ for c in related) or legal, limit=40)}."
     )
 
 
@@ -195,7 +195,7 @@ def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields, with PEFT's values of fields with our name under ours."""
+    """Return the fields with our values in place of PEFT's, where both names are the same."""
     same = {name: a.values for name, a in own.fields.items() if a.ours == name and a.values}
     changed = {
         name: same[name][value]
@@ -206,7 +206,7 @@ def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any:
-    """Return our value of a field of PEFT; None if there is no field here and it asks for none."""
+    """Return our value for a field of PEFT; None if we have no such field and need none."""
     if argument.parts is not None and (value or argument.ours):
         return _options(cls, name, value, argument.parts)
     if isinstance(value, (str, bool)) and value in (argument.values or {}):
@@ -224,7 +224,7 @@ def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any
 def _options(
     cls: type[Any], name: str, value: Any, parts: Mapping[str, PeftArgument]
 ) -> dict[str, Any]:
-    """Return the fields of a config object within another, or of its dict."""
+    """Return our fields for a config object, or its dict, that a field of another one holds."""
     given = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -248,9 +248,9 @@ def _names(cls: type[Any]) -> set[str]:
 
 
 def instead(peft_type: object) -> str:
-    """Return what to do with a file of a method that does not exist here."""
+    """Return what messages advise for a file of a method that does not exist here."""
     if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
-        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
+        return f"{peft_type} {reason}, so it cannot become LoRA. Use it with PEFT."
     return (
         "If it changes only weights of layers, convert it through an installed PEFT: write "
         "adapterzoo convert SRC DST --to lora."

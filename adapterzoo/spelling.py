@@ -3,8 +3,8 @@
 `formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A family
 registers one spelling per peer with `spelled`, so that deleting the family deletes its formats.
 
-Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
-tensor: a `KeyError` in `Container.read` leaves the names unchanged.
+Functions in a spelling raise `CheckpointError` without naming their caller. They may meet a file
+that lacks any of its tensors: after a `KeyError` in `Container.read` names stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .registry import Registry
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
-"""Parameter name to tensor, at one place or adapter-wide."""
+"""Names of parameters → tensors, at one place or adapter-wide."""
 
 _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
@@ -52,14 +52,14 @@ class Container:
             "model": the model; these are adapter-wide tensors, our parameters of
             `AdapterConfig.shared`.
         below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
-        locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
+        locations: at "sublayer": the kind of the sub-layer → `Placement.location`.
         aliases: names of the container in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
-        held_by: at "model": whether an adapter of a config has such tensors.
-        prefix: of our names of the tensors; others are not in the container.
+        held_by: at "model": returns whether an adapter with a config has such tensors.
+        prefix: the prefix of our names of its tensors; tensors without it are not in the container.
         names: AdapterHub's names → ours, without the prefix, where they differ.
-        read: tensors of one place under these names, and the config, to ours.
+        read: from the tensors of one place under these names, and the config, returns ours.
         write: undoes `read`.
     """
 
@@ -95,18 +95,18 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class AdapterHubFile:
-    """Facts about an AdapterHub file that its config fields lack.
+    """Facts about an AdapterHub file that its config does not give.
 
     Attributes:
-        version: the release that wrote it, None in the oldest files.
-        words: every part of its tensors' keys.
+        version: the release that wrote it; None in the oldest files.
+        words: the parts of the keys of its tensors.
     """
 
     version: object
     words: frozenset[str] = frozenset()
 
     def is_before(self, *release: int) -> bool:
-        """Return whether a release of `adapters` before this one wrote it."""
+        """Return whether it was written by a release of `adapters` before this one."""
         match = _RELEASE.fullmatch(self.version) if isinstance(self.version, str) else None
         if match is None:
             return False
@@ -136,21 +136,21 @@ class AdapterHubSpelling:
         fused: why a part of a fused layer cannot be written; None: it can, with parts concatenated.
         feed_forward: the fields that select the first and the last feed-forward layer; some
             families of AdapterHub swap the two.
-        read_fields: a file's fields, under our names, to those of our config; raises if their
-            meaning does not exist here.
-        place: adds to the config what only the file's keys show, from its sites.
-        unsayable: why AdapterHub's format cannot express a config; None: it can.
-        joins: whether `adapters` accepts a union of two configs of one `architecture` that both
-            adapt all blocks.
-        as_flags: the config with its places in AdapterHub's fields; None: impossible.
-        as_another: fields of ours for a config that is written as another class, with the `fixed`
-            fields of this method: `LoRAConfig(use_dora=True)`.
-        convention: model type and config → the config with the conventions in which `adapters`
+        read_fields: from a file's fields under our names, returns those of our config; raises if
+            they mean what does not exist here.
+        place: returns the config with what only the file's keys show, from the sites there.
+        unsayable: returns why AdapterHub's format cannot express a config; None: it can.
+        joins: returns whether `adapters` accepts a union of two configs of one `architecture` that
+            both adapt all blocks.
+        as_flags: returns the config with AdapterHub's fields for its places; None: impossible.
+        as_another: fields of ours for a config that users write as another class, with the `fixed`
+            fields of this method, such as `LoRAConfig(use_dora=True)`.
+        convention: model type and config → the config with the conventions by which `adapters`
             computes it in such a model.
-        added: configs and anatomy → a further config that `adapters` implies for an adapter with
-            these configs, or None. Files do not name its method; `added` of others is None.
-        fusion: the fields of a fusion's config with which it computes what `adapters` does, if the
-            last fused adapter has this config; AdapterHub's files lack these fields.
+        added: configs and anatomy → the config that `adapters` silently adds to an adapter with
+            these configs, or None. Files do not name such a method; other methods have no `added`.
+        fusion: returns the fields of a fusion's config, which AdapterHub's files lack, with which
+            it computes what `adapters` does if the last fused adapter has this config.
     """
 
     config: type[AdapterConfig]
@@ -180,12 +180,12 @@ class AdapterHubSpelling:
 
     @property
     def strictness(self) -> tuple[int, int]:
-        """Of several methods that a file may belong to, it belongs to the strictest."""
+        """The rank of the method among those that fit a file, which belongs to the highest."""
         return len(self.required), len(self.fixed)
 
     @property
     def identifying(self) -> set[str]:
-        """The fields that tell the method from others, and those with one legal value."""
+        """The fields that tell the method from others, and those that have only one value."""
         return {*self.fixed, *self.required, *self.constants}
 
     def differing(self, values: Mapping[str, Any]) -> list[str]:
@@ -206,11 +206,11 @@ class PeftLayer:
     Attributes:
         name: path of the layer in the file.
         site: the layer in this model.
-        fields: of PEFT's config; fields of patterns have this layer's values.
-        is_parameter: whether the adapter is of a parameter as its module stores it, not of the
-            module: PEFT's `target_parameters`.
-        weight: gives the layer's weight in the model `[d_out, d_in]`; None if it has no values.
-        tensors: in PEFT's layout, by our parameter names.
+        fields: the fields of PEFT's config; those of patterns have this layer's values.
+        is_parameter: whether a parameter is adapted as its module stores it, not the module:
+            PEFT's `target_parameters`.
+        weight: returns the layer's weight in the model `[d_out, d_in]`; None if it has no values.
+        tensors: the tensors in PEFT's layout, by our parameter names.
     """
 
     name: str
@@ -225,8 +225,8 @@ class ConvolutionShape(NamedTuple):
     """The shape of a parameter at a convolution, which PEFT stores as a convolution's weight.
 
     Attributes:
-        read: PEFT's tensor and the layer to the tensor that PEFT has at a linear layer.
-        write: undoes it, with the site.
+        read: from PEFT's tensor and the layer, returns the tensor as at a linear layer.
+        write: undoes `read`, given the site.
     """
 
     read: Callable[[Tensor, PeftLayer], Tensor]
@@ -260,7 +260,7 @@ class PeftPart:
 
     Attributes:
         placement: its site and config.
-        tensors: by our parameter names.
+        tensors: its tensors by our parameter names.
     """
 
     placement: Placement
@@ -269,11 +269,11 @@ class PeftPart:
 
 @dataclass(frozen=True, slots=True)
 class PeftOutput:
-    """The output for one layer.
+    """What is written for one layer.
 
     Attributes:
         parts: our adapters there.
-        tensors: of the joined adapter, in PEFT's layout, by our parameter names.
+        tensors: those of the joined adapter, in PEFT's layout, by our parameter names.
         is_parameter: as in `PeftLayer`.
     """
 
@@ -299,37 +299,39 @@ class PeftSpelling:
         transposes: our parameters at a layer that is tied to a table → the one at the table whose
             transpose it is.
         convolution_shapes: our parameters of a convolution → the shape in PEFT's files.
-        shared: our adapter-wide parameters to PEFT's whole keys.
+        shared: our adapter-wide parameters → PEFT's whole keys.
         fixed: fields whose values identify the method; written unchanged.
-        fields: the fields that are read, beside those of `arguments` with a check.
+        fields: the fields that are read, besides those of `arguments` with a check.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → PEFT's
             field with the number for all other layers.
         inert: fields that are not in `arguments` and do not change what an adapter computes.
-        beside: the fields for what is trained beside the adapters, the same in PEFT and here.
-        of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
+        beside: the fields for what is trained besides the adapters, the same in PEFT and here.
+        of_parameters: whether PEFT's method can adapt parameters, by `target_parameters`.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
-        rows_field: the field with the numbers of the tokens, of a method that only trains rows of
+        rows_field: the field with the ids of the tokens, if the method only trains rows of
             embeddings; else empty.
         becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
-        subsets: fields that name some of the target modules (same name in PEFT and here) → whether
-            a layer is among them, by its tensors in PEFT's layout.
-        refuse: the whole config → why it cannot be reproduced; None: it can.
-        read: PEFT's tensors of one layer to ours.
-        read_fields: a layer, and the values of `fields` there under our names, to the fields of our
-            config; layers that differ in others than those of `patterns` become members of a union.
-        read_model: PEFT's fields, its adapter-wide tensors by the names in `shared`, all layers,
-            and the model's anatomy, to fields of our config and to our adapter-wide tensors.
-        unsayable: why PEFT's format cannot express an adapter; None: it can.
-        write: our tensors of an adapter that is the only one at its layer → PEFT's.
-        join: several adapters at one layer, or those of parts of it, and what gives the layer's
-            weight as it is stored, to PEFT's tensors of one adapter of the layer that computes
-            the same; raises where there is none. None: never.
-        write_layers: all layers, and the values of `fields` in the config at each, to the fields
-            of PEFT's config for each. A value of None is ignored. Fields of `patterns` may differ
-            between layers.
-        write_model: the config, our adapter-wide tensors, and the model's anatomy, to PEFT's
-            fields and to its tensors by the names in `shared`; raises where PEFT's format cannot
+        subsets: fields that name some of the target modules (same name in PEFT and here) → a
+            function that says whether a layer is among them, by its tensors in PEFT's layout.
+        refuse: from the whole config, returns why it cannot be reproduced; None: it can.
+        read: from PEFT's tensors of one layer, returns ours.
+        read_fields: from a layer, and the values of `fields` there under our names, returns the
+            fields of our config. Layers that differ in a field that is not one of `patterns` become
+            members of a union.
+        read_model: from PEFT's fields, its adapter-wide tensors by the names in `shared`, all
+            layers and the model's anatomy, returns fields of our config and our adapter-wide
+            tensors.
+        unsayable: returns why PEFT's format cannot express an adapter; None: it can.
+        write: from the only adapter at a layer, returns PEFT's tensors.
+        join: from several adapters at one layer or at its parts, and a function that returns the
+            layer's weight as it is stored, returns PEFT's tensors of one adapter of the layer that
+            computes the same; raises if there is none. None: there never is.
+        write_layers: from all layers, and the values of `fields` in the config at each, returns
+            the fields of PEFT's config for each. A value of None is ignored. Fields of `patterns`
+            may differ between layers.
+        write_model: from the config, our adapter-wide tensors and the model's anatomy, returns
+            PEFT's fields and its tensors by the names in `shared`; raises if PEFT's format cannot
             express them.
     """
 
@@ -375,7 +377,7 @@ class PeftSpelling:
 
     @property
     def prefix(self) -> str:
-        """The prefix of keys of the model's own tensors; with adapted layers PEFT wraps twice."""
+        """What precedes keys of the model's own tensors; PEFT wraps a model with layers twice."""
         return "base_model.model." if self.has_layers else "base_model."
 
     def differing(self, values: Mapping[str, Any]) -> list[str]:
@@ -384,7 +386,7 @@ class PeftSpelling:
 
     @property
     def strictness(self) -> tuple[int, int]:
-        """The same as in `AdapterHubSpelling`."""
+        """See `AdapterHubSpelling.strictness`."""
         return 0, len(self.fixed)
 
 
@@ -397,11 +399,11 @@ peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling", filled_by=MET
 """Our `architecture` → its PEFT spelling."""
 
 peft_readers: Registry[PeftSpelling] = Registry("PEFT reader", filled_by=METHODS)
-"""PEFT's methods that load as one of ours and are not written → their spelling."""
+"""PEFT's methods that load as one of ours, but are not written → their spelling."""
 
 
 def peft_readable() -> list[PeftSpelling]:
-    """Return the spellings of all methods in whose PEFT files adapters can be loaded, by type."""
+    """Return the spellings of all methods that can be loaded from PEFT's files, by PEFT's type."""
     found = [*peft_spellings.values(), *peft_readers.values()]
     return sorted(found, key=lambda spelling: spelling.peft_type)
 

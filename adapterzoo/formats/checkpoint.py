@@ -45,7 +45,7 @@ class Checkpoint:
 
     Attributes:
         metadata: JSON types: format, version, name, model_type, `config` of the adapter, `head`.
-        adapter: `<path of the site>/<parameter>` → tensor; see `places` for adapter-wide ones.
+        adapter: `<path of the site>/<parameter>` → tensor; `shared_key` gives adapter-wide keys.
         head: parameter → tensor.
     """
 
@@ -59,7 +59,7 @@ def shared_key(parameter: str, number: int | None = None) -> str:
 
     Args:
         parameter: parameter of the module that `AdapterConfig.shared` made.
-        number: index of the config in a union; None outside a union.
+        number: index of the config in a union; None: it is not in a union.
     """
     return f"/{parameter}" if number is None else f"/{number}.{parameter}"
 
@@ -78,7 +78,7 @@ class Place:
         placement: its site, and the config that builds it.
         path: path of the module that holds it.
         part: prefix of its parameters' names if several adapters share the module ("query."), or
-            a parameter of the module is adapted ("down_proj.mlp_out.").
+            if it adapts one parameter of the module ("down_proj.mlp_out.").
     """
 
     placement: Placement
@@ -93,7 +93,7 @@ class Place:
         """Return its tensors by parameter.
 
         Args:
-            tensors: tensors of all places, see `fit.by_path`.
+            tensors: the tensors of all places, from `fit.by_path`.
         """
         here = tensors.get(self.path, {})
         return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
@@ -128,11 +128,11 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
 def from_plain(
     config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors from the result of `exported`.
+    """Return an adapter's tensors; undoes `exported`.
 
     Args:
         config: the adapter's config.
-        tensors: tensors of all places, as files of the peers hold them.
+        tensors: the tensors of all places in the form of the peers' files.
         anatomy: the model's anatomy.
     """
     return _changed(config, tensors, anatomy, lambda placed, tensors: placed.own_tensors(tensors))
@@ -144,7 +144,7 @@ def _changed(
     anatomy: Anatomy,
     change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Return the tensors, with those of each place converted."""
+    """Return the tensors, after converting those of each place."""
     found, at = dict(tensors), by_path(tensors)
     for place in places_of(config, anatomy):
         if own := place.own(at):
@@ -161,7 +161,7 @@ REVISION, DIGEST = "base_revision", "base_digest"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The base model of a checkpoint; fields are None if the files do not say.
+    """The base model of a checkpoint; a field is None if the files do not give it.
 
     Attributes:
         name: its name on the Hub, or its folder.
@@ -184,7 +184,7 @@ class Format:
     """A folder format.
 
     Attributes:
-        recognizes: returns whether a folder holds an adapter, only a head, or a fusion, of this
+        recognizes: returns whether a folder holds an adapter, a head alone or a fusion in this
             format. It looks only at file names and a config, and also recognizes damaged files, so
             that `read` can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
@@ -192,8 +192,8 @@ class Format:
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
             the format cannot express.
         base: returns the model that an adapter was trained on.
-        owned: returns the names of all files that a folder of this format may have; other files are
-            kept.
+        owned: returns the names of all files that a folder of this format may have for a kind;
+            saving replaces or deletes these, and keeps others.
     """
 
     recognizes: Callable[[Path, Kind], bool]
@@ -227,12 +227,12 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
         values: the config in the file.
         key: the field with the name of the method.
         named: the spellings with that name.
-        legal: the methods that exist here, and what to write for another one.
+        legal: the end of the message: which methods exist here, and what to write instead.
 
     Raises:
         CheckpointError: the config belongs to no method.
     """
-    # of several equally near ones, the strictest is named
+    # if several are equally near, the message names the strictest
     named = sorted(named, key=lambda spelling: spelling.strictness, reverse=True)
     differing = [spelling.differing(values) for spelling in named]
     if [] in differing:
@@ -245,13 +245,13 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
 
 
 def short(value: object) -> str:
-    """Return a value of a file as messages show it."""
+    """Return a value of a file as messages show it, at most 100 characters of it."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def of(folder: Path, kind: Kind) -> str | None:
-    """Return the name of the first format that recognizes a folder."""
+    """Return the name of the first format that recognizes a folder; None: none does."""
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
@@ -286,13 +286,13 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def head_document(folder: Path) -> Mapping[str, Any]:
-    """Return what an adapter's folder says about its head; an empty mapping without any."""
+    """Return what an adapter's folder says about its head; empty if it has none."""
     config, native = folder / "adapter_config.json", folder / "adapter.safetensors"
     # the native config only repeats what is in the tensor file
     is_alone = native.is_file() and not config.exists()
     document = files.read_metadata(native, files.NATIVE) if is_alone else files.read_json(config)
     head = (document or {}).get("head")
-    # AdapterHub's is beside it
+    # AdapterHub's format has a file for it
     if head is None and (beside := folder / "head_config.json").is_file():
         head = files.read_json(beside)
     return head if isinstance(head, Mapping) else {}
@@ -365,7 +365,7 @@ def write(
         is_other = formats[there].read is not chosen.read
         if held == kind:
             stale |= own
-        # a checkpoint of the other kind may be there too if they share no file, or go with it
+        # a checkpoint of the other kind may stay if they share no file, or if all its files go
         elif is_other and not own <= stale and own & (touched | stale):
             what = "an adapter" if held == "adapter" else "a head"
             raise CheckpointError(

@@ -36,16 +36,16 @@ from adapterzoo.errors import CheckpointError, ConfigError, listing
 
 _LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
-# the key of our metadata in our safetensors files; the keys of `meta_dict`, and of facts about the
-# base model, in those of PEFT's format
+# keys of a safetensors file's metadata: ours in our format; in PEFT's, `meta_dict` and facts about
+# the base model
 NATIVE, META, BASE = "adapterzoo", "adapterzoo_meta", "adapterzoo_base"
 # header of a safetensors file: names, shapes and metadata, about 300 bytes per tensor
 _MAX_HEADER = 32 * 2**20
 # configs have a few thousand bytes; lists of labels a few hundred thousand
 MAX_JSON = 16 * 2**20
-# suffix of files that are not in place yet
+# prefix of files that are not in place yet
 _PART = ".adapterzoo-part-"
-# attempts of savers that disturb each other
+# attempts of savers that get in each other's way
 _TRIES = 100
 # a damaged pickle can raise any of these
 _DAMAGED = (
@@ -73,12 +73,12 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
     for _ in range(_TRIES):
         if _replaced(folder, contents, stale):
             return
-    raise CheckpointError(f"{str(folder)!r}: others keep saving there. Save again.")
+    raise CheckpointError(f"{str(folder)!r}: other processes keep saving there. Save again.")
 
 
 def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str]) -> bool:
-    """Replace files; return False if another saver removed files that were not in place yet."""
-    # configs last, and an adapter's after its head's
+    """Replace files; return False if another saver removed those that were not in place yet."""
+    # configs last, a head's before its adapter's
     names = sorted(contents, reverse=True)
     names.sort(key=lambda name: name.endswith(".json"))
     former = [name for name in {*contents, *stale} if (folder / name).is_file()]
@@ -98,7 +98,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         if not there >= {*parts.values()}:
             return False
         for other in there - {*parts.values()}:
-            # from a saver that was killed, or that still runs and then starts again
+            # of a saver that was killed, or that still runs and will then start again
             if other.is_file():
                 other.unlink(missing_ok=True)
         state = "Some files are already replaced, so the folder cannot be loaded. Save again"
@@ -177,8 +177,7 @@ def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"{what} would have {size:,} bytes, but at most {limit:,} can be read. Write a smaller "
-            "meta_dict."
+            f"{what} would have {size:,} of at most {limit:,} bytes. Write a smaller meta_dict."
         )
 
 
@@ -235,15 +234,14 @@ def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
 
 
 def warn_of_another(folder: Path, kind: str, name: object) -> None:
-    """Warn if a folder holds something under another name that is about to be replaced.
+    """Warn if saving to a folder replaces something of another name.
 
     Args:
         folder: the folder with the files that will be replaced.
         kind: the kind of content: "adapter", "head" or the like.
         name: name of what is saved.
     """
-    file = folder / f"{kind}_config.json"
-    there = fields_of(file).get("name")
+    there = fields_of(folder / f"{kind}_config.json").get("name")
     if isinstance(there, str) and there != name:
         _LOG.warning(
             "%r held the %s %r, which %r replaces. Write another folder to keep both.",
@@ -260,9 +258,9 @@ def fields_of(file: Path) -> dict[str, Any]:
 
 
 def _number(text: str) -> float:
-    """Parse a number; NaN and infinities, which Python accepts, cannot be written back.
+    """Parse a number, but not NaN or an infinity, which Python accepts and JSON does not have.
 
-    Nor can 1e999, which would become an infinity.
+    1e999 would become an infinity too.
 
     Raises:
         ConfigError: the number is not finite.
@@ -274,7 +272,7 @@ def _number(text: str) -> float:
 
 
 def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of the first of some files that a folder has, on the CPU.
+    """Return the tensors of the first of these files that exists, on the CPU.
 
     Args:
         folder: the folder on disk.
@@ -335,8 +333,7 @@ def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
     # with stride 0, one number can stand for a tensor of any size, until it is copied
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(
-            f"{str(file)!r} has fewer numbers for {what} than its shape {list(tensor.shape)}. "
-            f"{AGAIN}."
+            f"{str(file)!r} has fewer numbers for {what} than {list(tensor.shape)}. {AGAIN}."
         )
     return tensor.detach()
 

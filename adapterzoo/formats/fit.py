@@ -87,7 +87,7 @@ def differences(
     Args:
         file: the tensors that were read.
         skeleton: the new parameters to fill.
-        dtype: the dtype to which the user lets the file be converted; None: dtypes must agree.
+        dtype: the dtype to which the file will be converted; None: dtypes must be the same.
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
     lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
@@ -107,10 +107,10 @@ def differences(
 
 
 def check_same(what: str, saved: object, mine: object) -> None:
-    """Check that an entry of a training checkpoint has the model's config.
+    """Check that an entry of a training checkpoint has the same config as in the model.
 
     Args:
-        what: name of the entry in the message, such as `adapter 'a'`.
+        what: the entry, for the message, such as `adapter 'a'`.
         saved: its config in the checkpoint.
         mine: its config in the model.
 
@@ -147,13 +147,13 @@ def converted(file: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[st
 
     Args:
         file: the tensors that were read.
-        like: the model's tensors by the same keys; other tensors do not change.
+        like: the model's tensors by the same keys; tensors with other keys do not change.
     """
     return {k: t.to(like[k].dtype) if k in like else t for k, t in file.items()}
 
 
 def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return a file's tensors `path/parameter` as path of a module → parameter → tensor."""
+    """Return tensors with keys `path/parameter` as path of a module → parameter → tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         path, _, parameter = key.partition("/")
@@ -171,7 +171,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
             used themselves.
 
     Raises:
-        CheckpointError: a device holds other bits than those copied to it.
+        CheckpointError: the copies on a device have other bits than the file.
     """
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
@@ -193,8 +193,8 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
     far = (key for key in values if own[key].device.type != "cpu")
     if wrong := [key for key in far if not same_bits(own[key], values[key])]:
         raise CheckpointError(
-            f"after copying to {own[wrong[0]].device} {listing(wrong)} have other bits than the "
-            f"file. Load again; if that does not help, check the memory of the device."
+            f"{listing(wrong)} differ from the file after copying to {own[wrong[0]].device}. Load "
+            f"again; if that does not help, check the memory of the device."
         )
 
 
@@ -206,10 +206,10 @@ def _like(own: Tensor, value: Tensor) -> Tensor:
 # --- A sample of a base model's weights shows whether an adapter was trained on this base ---
 #
 # A digest of the bits would differ for a cast copy of the same base. So the file has the values at
-# fixed positions of a few tensors, in float32, and a model is compared with them:
+# fixed positions of a few tensors, in float32, to compare those of a model with:
 #
 # - Vectors, which quantization does not change, must be equal up to one unit in the last place of
-#   the less precise of both. Fine-tuning moves them further.
+#   the less precise of the two. Fine-tuning moves them further than that.
 # - Matrices may have been quantized and unpacked again. For independent weights
 #   ‖a − b‖² = ‖a‖² + ‖b‖²; rounding to 3 bits gives a twentieth of that; the limit is a half.
 
@@ -225,7 +225,7 @@ _Pair: TypeAlias = "tuple[tuple[float, ...], tuple[float, ...]]"
 
 
 def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return key → shape and values in hexadecimal digits; empty without tensors.
+    """Return a sample: key → shape, and values in hexadecimal digits.
 
     Args:
         tensors: tensors of the base model by key, unquantized and on this process.
@@ -238,7 +238,7 @@ def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def sampled_keys(dims: Mapping[str, int]) -> list[str]:
-    """Return the keys of a sample's tensors; given only these, return all of them.
+    """Return the keys of the tensors to sample; if only these are given, it returns all of them.
 
     Args:
         dims: key of a tensor → its number of dimensions.
@@ -287,9 +287,9 @@ def _values(tensor: Tensor) -> tuple[float, ...]:
 
 
 def _unit(values: Iterable[tuple[float, ...]]) -> float:
-    """Return the relative distance of neighbors in the narrowest dtype that holds all the values.
+    """Return the machine epsilon of the narrowest dtype that holds all the values.
 
-    A float32 copy of bfloat16 weights is only as precise as those.
+    A float32 copy of bfloat16 weights is only as precise as these.
     """
     wide = torch.tensor([*itertools.chain(*values)], dtype=torch.float32)
     fitting = (d for d in _DTYPES if torch.equal(wide.to(d).float(), wide))

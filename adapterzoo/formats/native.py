@@ -2,8 +2,9 @@
 
 `adapter.safetensors` holds an adapter, with its head if there is one; `head.safetensors` holds only
 a head. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; they do not
-contain names of adapters or heads. The metadata describe the tensors and include a SHA-256
-of both. The JSON file repeats the metadata; editing it has no effect, so a difference is an error.
+contain names of adapters or heads. The metadata describe the tensors and include a SHA-256 of
+metadata and tensors. The JSON file repeats the metadata; editing it would have no effect, so a
+difference is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORMAT = "adapterzoo"
 VERSION = 1
 FUSION: Kind = "adapter_fusion"
 """The kind of a folder with the layers of a fusion."""
-# two slashes: no site can have such a key, not even one called "head"
+# two slashes: a site cannot have such a key, not even one called "head"
 _HEAD = "head//"
 _HASH = "sha256"
 
@@ -35,7 +36,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     try:
         return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
     except CheckpointError:
-        # ours may be damaged
+        # it may be ours, and damaged
         return True
 
 
@@ -81,8 +82,8 @@ def load(folder: Path, kind: str) -> Checkpoint:
     version = metadata.get("version")
     if version != VERSION:
         raise CheckpointError(
-            f"{str(file)!r} has version {version!r} of the format, but this release reads "
-            f"{VERSION}. Write pip install -U adapterzoo."
+            f"{str(file)!r} has version {version!r}, not {VERSION}. "
+            "Write pip install -U adapterzoo."
         )
     expected = metadata.pop(_HASH, None)
     if expected != fingerprint(metadata, tensors):

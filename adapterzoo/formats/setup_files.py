@@ -41,7 +41,7 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
     try:
         setup, heads = _composition(values.get("adapter_setup")), values.get("head_setup")
         found = _composition(heads) if isinstance(heads, Mapping) else heads
-        # the names of folders
+        # they are names of folders
         for name in (*(setup.flatten() if setup is not None else ()), *names_of(found)):
             check_name(name)
         for fuse in fusions_of(setup):
@@ -82,7 +82,7 @@ def _composition(values: object) -> Composition | None:
 
 
 def _ours(values: Any) -> Any:
-    """Return the arguments of `from_json` in an object of the file."""
+    """Return an object of the file as `from_json` reads it."""
     if not isinstance(values, Mapping):
         raise CompositionError(f"{values!r} is not a composition.")
     children, kwargs = values.get("children"), values.get("kwargs") or {}

@@ -10,7 +10,6 @@ from .download import resolve, resolve_file, resolve_setup
 from .names import pinned as pinned
 from .search import AdapterInfo, adapter_info, list_adapters
 from .upload import CardText, completed_card, push
-from .upload import publish as publish
 
 __all__ = [
     "AdapterInfo",

@@ -100,13 +100,10 @@ def resolve_setup(
     Raises:
         HubError: the files cannot be downloaded.
     """
-    ref = locate(adapter_setup_name_or_path, source)
-    if isinstance(ref, Path):
-        return ref
     files = [SETUP, *KNOWN_FILES, *(f"*/{name}" for name in KNOWN_FILES)]
     return _download(
-        ref, files, revision=revision, cache_dir=cache_dir, token=token,
-        local_files_only=local_files_only, force_download=force_download,
+        locate(adapter_setup_name_or_path, source), files, revision=revision, cache_dir=cache_dir,
+        token=token, local_files_only=local_files_only, force_download=force_download,
     )  # fmt: skip
 
 
@@ -128,11 +125,8 @@ def resolve_file(
     Raises:
         HubError: the file cannot be downloaded.
     """
-    ref = locate(adapter_name_or_path, None)
-    if isinstance(ref, Path):
-        return ref / file
     folder = _download(
-        ref, [file], revision=revision, cache_dir=cache_dir, token=token,
+        locate(adapter_name_or_path), [file], revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only, force_download=force_download,
     )  # fmt: skip
     return folder / file
@@ -167,8 +161,10 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
     return folder
 
 
-def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:
-    """Return the folder in the cache, with whichever of the files the repository has."""
+def _download(ref: Path | RepoRef, names: list[str], **options: Any) -> Path:
+    """Return a local folder, or that in the cache with those of the files that a repository has."""
+    if isinstance(ref, Path):
+        return ref
     with asking(repr(ref.repo_id), options["token"]):
         folder = snapshot_download(
             ref.repo_id,

@@ -1,4 +1,4 @@
-"""Resolution of names given to `load_adapter`, and the files of an adapter in a folder."""
+"""What a name given to `load_adapter` refers to, and which files of a folder are an adapter's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adapterzoo.errors import CheckpointError, ConfigError, HubError
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 
-# of each pair the first existing file is used: safetensors cannot hold code; the first file of a
-# group is the native one, which includes the config
+# of each pair the first file that exists is used, since safetensors cannot hold code; the first
+# file for a config is the native one, which needs no config
 _WEIGHTS = {
     ADAPTER_CONFIG: (
         ("adapter.safetensors", "pytorch_adapter.bin"),
@@ -91,10 +91,10 @@ _PINNED = re.compile(r"(?P<name>.+)@(?P<fingerprint>[0-9a-fA-F]{8,64})", re.DOTA
 def pinned(
     name: str | os.PathLike[str],
 ) -> tuple[str | os.PathLike[str], str | None]:
-    """Return a name without a trailing `@fingerprint`, and the fingerprint, None without one.
+    """Return a name without a trailing `@fingerprint`, and the fingerprint; None if it has none.
 
-    A folder with the whole name takes precedence. Neither a repository of the Hub nor the last part
-    of an old id, the name of an organization, can be mistaken for one.
+    A folder with the whole name takes precedence. A name on the Hub has no `@`, and the last part
+    of an old id is the name of an organization, none of which looks like a fingerprint.
 
     Args:
         name: a folder or a name on the Hub; `@` and 8 to 64 hexadecimal digits may follow.
@@ -118,10 +118,10 @@ def is_public_name(name: object) -> bool:
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Return an adapter's files in a folder: weights, then configs.
+    """Return an adapter's files among those of a folder: weights, then configs.
 
     Returns:
-        Nothing if the folder has no weights.
+        The names; empty if the folder has no weights.
     """
     there = set(names)
     weights = [next(name for name in pair if name in there) for pair in _PAIRS if there & {*pair}]

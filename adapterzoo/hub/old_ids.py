@@ -6,7 +6,7 @@ index for each base model, which `adapters` also reads, gives the name:
     {task: {dataset: {"default": address, config's hash: {"default": address,
                                                           "versions": {organization: address}}}}}
 
-The last part of an address is the name. Nothing else of it is used.
+The name is the last part of an address; the rest is not used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
 def _index(model_name: str | None) -> Mapping[str, Any]:
     """Return AdapterHub's index of a base model."""
     public = str(model_name) if is_public_name(model_name) else ""
-    # a model of the index may have got an owner on the Hub since
+    # a model may have got an owner on the Hub after it was indexed
     for name in dict.fromkeys([public, public.rpartition("/")[2]] if public else []):
         with asking(f"AdapterHub's index for {model_name!r}"):
             response = get_session().get(
@@ -135,7 +135,7 @@ def _address(old_id: str, asked: re.Match[str], index: Mapping[str, Any], config
 
 # --- the hash of a config ---
 
-# fields that are omitted at these values, since old hashes did not know them
+# newer fields: they are omitted at these values, so that old hashes stay valid
 _NEW_FIELDS: Mapping[str, object] = {
     "phm_layer": True,
     "phm_dim": 4,
@@ -159,8 +159,8 @@ def get_adapter_config_hash(
 ) -> str:
     """Return the hash that `adapters` gives a config.
 
-    Different configs can have the same hash: fields that are false are omitted, and so are
-    those of Compacter at their defaults.
+    Different configs can have the same hash, since fields that are false, and those of Compacter at
+    their defaults, are omitted.
 
     Args:
         config: a config, or the dict in a file of AdapterHub.

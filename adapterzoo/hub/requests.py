@@ -1,6 +1,6 @@
 """Requests to the Hub: a failure is a `HubError` that says what was requested, without tokens.
 
-Retries, timeouts, the cache, offline use and the texts of messages are those of
+Retries, timeouts, the cache, offline use and the reasons in messages are those of
 `huggingface_hub`.
 """
 
@@ -44,7 +44,7 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
     except (_HTTPError, OSError, RuntimeError, ValueError) as error:
         failure: Exception = error
     if isinstance(failure, LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
-        # why the Hub was not asked, or its answer
+        # says why the Hub was not asked, or what it answered
         failure = failure.__cause__
     reason = " ".join(str(failure).split()) or type(failure).__name__
     for secret in (token, get_token()):

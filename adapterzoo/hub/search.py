@@ -1,4 +1,4 @@
-"""Search the Hub for adapters, and get the facts about one of them."""
+"""Search the Hub for adapters, and describe one of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AdapterInfo:
         gated: whether readers must ask for access.
         revision: the commit.
         files: paths in the repository.
-        adapter_config: its `adapter_config.json`; None in a search, or without one.
+        adapter_config: its `adapter_config.json`; None in a search, or if it has none.
     """
 
     adapter_id: str
@@ -131,7 +131,7 @@ def adapter_info(
     model_name: str | None = None,
     config: object = None,
 ) -> AdapterInfo:
-    """Return the facts about one adapter on the Hub, with its config.
+    """Return a description of one adapter on the Hub, with its config.
 
     Args:
         adapter_id: `user/repository`, or an old id of AdapterHub.

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,9 @@ from safetensors import safe_open
 
 from adapterzoo.composition import fusions_of
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import (
-    CheckpointError,
-    ConfigError,
-    listing,
-    names_call,
-)
+from adapterzoo.errors import CheckpointError, ConfigError, listing, names_call
 from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import REVISION, Base, Checkpoint, formats, head_document, of
-from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import STATIC, head_types
 
@@ -40,7 +33,7 @@ from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
-# its commit in PEFT's
+# its commit in PEFT's configs
 _PEFT_REVISION = "revision"
 
 
@@ -71,52 +64,6 @@ class CardText:
     architecture_training: str | None = None
     evaluation: str | None = None
     citation: str | None = None
-
-
-def publish(
-    write: Callable[[Path], None],
-    repo_id: str,
-    what: str,
-    *,
-    datasets_tag: str | None,
-    local_path: str | os.PathLike[str] | None,
-    adapter_card_kwargs: Mapping[str, Any] | None,
-    metrics: Mapping[str, float] | None,
-    base_model: str | None,
-    commit_message: str | None,
-    **options: Any,
-) -> str:
-    """Write an adapter and publish it, with a model card.
-
-    Args:
-        write: saves the adapter to a folder.
-        repo_id: `user/repository`.
-        what: is published, for the message of the commit.
-        datasets_tag: the dataset that it was trained on.
-        local_path: a folder to keep the files in too.
-        adapter_card_kwargs: texts for the card.
-        metrics: names and values of metrics.
-        base_model: the base model's name on the Hub.
-        commit_message: first line of the commit.
-        **options: arguments of `push`.
-
-    Returns:
-        The address of the commit, or of the pull request.
-    """
-    words = dict(adapter_card_kwargs or {})
-    text = CardText(
-        base_model=base_model,
-        datasets=() if datasets_tag is None else (datasets_tag,),
-        results=dict(metrics or {}),
-        # the text in a card of AdapterHub
-        evaluation=words.pop("results", None),
-        **words,
-    )
-    message = commit_message or f"Upload {what}"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary if local_path is None else local_path)
-        write(folder)
-        return push(folder, repo_id, text=text, commit_message=message, **options)
 
 
 @names_call
@@ -158,7 +105,7 @@ def push(
     Raises:
         CheckpointError: the folder holds no adapter, or a damaged one.
         ConfigError: a field of the card is a text instead of a list, or the base model is not a
-            name of the Hub.
+            name on the Hub.
         HubError: offline mode, or the Hub refuses; nothing has changed there.
     """
     folder = Path(folder)
@@ -169,8 +116,7 @@ def push(
             raise ConfigError(f"{name}={value!r} is one text. Write {name}=[{value!r}].")
     if text.base_model is not None and not is_public_name(text.base_model):
         raise ConfigError(
-            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
-            f"'google-bert/bert-base-uncased', or leave it out."
+            f"base_model={text.base_model!r} is not a name of the Hub. Write 'user/model'."
         )
     branch = None if create_pr else revision
     contents = _contents(folder, repo_id, branch, text)
@@ -178,7 +124,7 @@ def push(
     with asking(repr(repo_id), token):
         made = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if made != repo_id:
-            # the card names the repository, and must come from the same state of the files
+            # the card has this name too; all contents come from one state of the folder
             contents = _contents(folder, made, branch, text)
         if branch is not None:
             api.create_branch(made, branch=branch, exist_ok=True)
@@ -205,9 +151,9 @@ def push(
 
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
-    """Return the files of an adapter by name, or those of a composition with its parts, and a card.
+    """Return the files of an adapter, or of a composition and its parts, by name, with a card.
 
-    Every other name of the base model in them is replaced.
+    The base model has the author's name for it in them, or else its own if that is on the Hub.
 
     Raises:
         CheckpointError: the folder or a part holds no adapter, or a damaged one.
@@ -236,7 +182,7 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
         for file in [name for name in contents if name.endswith("_config.json")]:
-            document = read_json(inner / file)
+            document = files.read_json(inner / file)
             base = base_name(document, text.base_model)
             others = [key for key in BASE_NAMES if key in document and document[key] != base]
             if others and document.get("format") == native.FORMAT:
@@ -246,17 +192,17 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
                 renamed = _renamed(stored.metadata, others, base)
                 contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
             elif others:
-                contents[file] = json_bytes(_renamed(document, others, base))
+                contents[file] = files.json_bytes(_renamed(document, others, base))
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     return found
 
 
 def _renamed(document: Mapping[str, Any], keys: Iterable[str], base: str | None) -> dict[str, Any]:
-    """Return a config with another name of the base model, to which no known commit belongs.
+    """Return a config with another name of the base model, and without the commit of the old one.
 
     Args:
-        document: of any format.
-        keys: of the name.
+        document: a config of any format.
+        keys: the keys that hold the name.
         base: the name.
     """
     renamed = {**document, **dict.fromkeys(keys, base)}
@@ -284,19 +230,14 @@ def adapter_card(
     Raises:
         CheckpointError: the folder has no readable config.
     """
-    document = read_json(folder / ADAPTER_CONFIG)
-    head = head_document(folder)
+    document, head = files.read_json(folder / ADAPTER_CONFIG), head_document(folder)
     head_config = head.get("config")
     head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
-    base = base_name(document, text.base_model)
-    model_type = document.get("model_type")
-    language = text.language
-    if language is not None and not isinstance(language, str):
-        language = list(language)
+    base, model_type = base_name(document, text.base_model), document.get("model_type")
     # the type of a head, or the `task_type` of PEFT
     task = head_type or document.get("task_type")
-    known = (head for head in head_types.values() if task in (head.head_type, head.peft_task))
-    pipeline_tag = next((head.pipeline_tag for head in known if task is not None), None)
+    known = (h for h in head_types.values() if task and task in (h.head_type, h.peft_task))
+    pipeline_tag = next((each.pipeline_tag for each in known), None)
     if task == "FEATURE_EXTRACTION":
         pipeline_tag = "feature-extraction"
     inner, peft_type = document.get("config"), document.get("peft_type")
@@ -304,18 +245,17 @@ def adapter_card(
     method = str(peft_type).lower() if own is None else own.architecture
     data = ModelCardData(
         base_model=base,
-        datasets=list(text.datasets) or None,
-        language=language,
+        datasets=[*text.datasets] or None,
+        language=text.language if isinstance(text.language, str | None) else [*text.language],
         library_name="adapterzoo",
         license=text.license,
-        metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
+        metrics=[*dict.fromkeys([*text.results, *text.metrics])] or None,
         pipeline_tag=pipeline_tag,
-        tags=list(
-            dict.fromkeys(["adapterzoo", "adapter", *([method] if method else []),
-                           *([model_type] if model_type else []), *text.tags])
-        ),
+        tags=[
+            *dict.fromkeys(filter(None, ["adapterzoo", "adapter", method, model_type, *text.tags]))
+        ],
         base_model_relation="adapter" if base else None,
-    )  # fmt: skip
+    )
     name = setup or document.get("name") or repo_id.rpartition("/")[2]
     datasets = " and ".join(
         f"[{each}](https://huggingface.co/datasets/{each})" if is_public_name(each) else _cell(each)
@@ -327,7 +267,8 @@ def adapter_card(
         model = f"[{base}](https://huggingface.co/{base})"
     elif model_type:
         model = f"a model of type `{model_type}`"
-    origin = _origin(folder)
+    format = of(folder, "adapter")
+    origin = Base(None) if format is None else formats[format].base(folder)
     facts = [] if origin.digest is None else [f"digest `{origin.digest}`"]
     if origin.revision is not None and origin.name == base:
         facts.insert(0, f"revision `{origin.revision}`")
@@ -373,30 +314,27 @@ def adapter_card(
             ),
         ]
     meta = document.get("meta") or {}
+    results = {metric: f"{value:.6g}" for metric, value in text.results.items()}
     parts = [
         f"# `{name}`",
         f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
-        *([f"The base model that it was trained on: {', '.join(facts)}."] if facts else []),
+        f"The base model that it was trained on: {', '.join(facts)}." if facts else None,
         _table("what", "of this adapter", _facts(folder, own, method, head)),
         "## How to load it",
         "```\npip install adapterzoo\n```",
         *usage,
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
+        "## Training" if text.architecture_training or meta else None,
+        text.architecture_training,
+        _table("value", "in training", meta) if meta else None,
+        "## Results" if results or text.evaluation else None,
+        _table("metric", "value", results) if results else None,
+        text.evaluation,
+        f"## Citation\n\n{text.citation}" if text.citation else None,
     ]
-    if text.architecture_training or meta:
-        parts += ["## Training"]
-        parts += [text.architecture_training] if text.architecture_training else []
-        parts += [_table("value", "in training", meta)] if meta else []
-    if text.results or text.evaluation:
-        parts += ["## Results"]
-        if text.results:
-            results = {metric: f"{value:.6g}" for metric, value in text.results.items()}
-            parts += [_table("metric", "value", results)]
-        parts += [text.evaluation] if text.evaluation else []
-    if text.citation:
-        parts += ["## Citation", text.citation]
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+    body = "\n\n".join(filter(None, parts))
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
 
 
 # an input for the pipelines that take a text
@@ -420,7 +358,7 @@ _OF_PEFT = {
 def _facts(
     folder: Path, own: AdapterConfig | None, method: str, head: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return what the files say about the adapter: method, size, layers, and the head's labels."""
+    """Return facts from an adapter's files: its method, size and layers, and its head's labels."""
     found = {"method": f"`{method}`" if own is None else f"{method}, `{own!r}`"}
     count, layers = 0, dict[str, None]()
     for key, shape in _tensors(folder):
@@ -434,15 +372,15 @@ def _facts(
     found["size"] = f"{numbers}{size:,} bytes" + (" with its head" if head else "")
     if layers:
         found["layers"] = listing(layers, show=lambda path: f"`{path}`")
-    if labels := _labels(head):
+    if label2id := (head.get("config") or head).get("label2id"):
+        labels = sorted(label2id, key=label2id.__getitem__)
         found["labels"] = listing(labels, limit=20, show=str)
     return found
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the keys and shapes of the tensors in the safetensors files of an adapter."""
-    names = wanted(file.name for file in folder.iterdir())
-    for name in names:
+    for name in wanted(file.name for file in folder.iterdir()):
         if name.endswith(".safetensors"):
             opened: Any = safe_open(folder / name, "pt")
             for key in sorted([*opened.keys()]):
@@ -456,21 +394,9 @@ def _width(folder: Path, modules: Iterable[str]) -> int | None:
     return weights[-1][0] if weights else None
 
 
-def _labels(head: Mapping[str, Any]) -> list[str]:
-    """Return the labels of a head by their numbers."""
-    label2id = (head.get("config") or head).get("label2id") or {}
-    return sorted(label2id, key=label2id.__getitem__)
-
-
 def _table(first: str, second: str, rows: Mapping[str, Any]) -> str:
     lines = [f"| {_cell(str(key))} | {_cell(str(value))} |" for key, value in rows.items()]
     return "\n".join([f"| {first} | {second} |", "| --- | --- |", *lines])
-
-
-def _origin(folder: Path) -> Base:
-    """Return what the files of an adapter say about its base model."""
-    format = of(folder, "adapter")
-    return Base(None) if format is None else formats[format].base(folder)
 
 
 def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
@@ -489,13 +415,13 @@ def _cell(text: str) -> str:
 
 
 def completed_card(file: Path, fields: Mapping[str, Any], tags: Iterable[str], text: str) -> bytes:
-    """Return a model card with some metadata; the rest of one that is there stays.
+    """Return a model card with metadata added; what an existing card has is kept.
 
     Args:
-        file: where the card may be.
-        fields: of the metadata.
-        tags: to add.
-        text: of a new card.
+        file: the existing card, if there is one.
+        fields: fields of the metadata.
+        tags: tags to add.
+        text: the text of a new card.
     """
     card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n" + text)
     given: Any = card.data

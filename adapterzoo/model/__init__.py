@@ -11,7 +11,7 @@ from .mixin import AdapterModelMixin
 # their names in `adapters`
 ModelAdaptersMixin = ModelWithHeadsAdaptersMixin = AdapterModelMixin
 
-# the peers' methods stand above the model, and a model has them however the package is imported
+# the layer above: it gives every model the methods of the peers, however the package is imported
 importlib.import_module("adapterzoo.compat")
 
 __all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

@@ -1,6 +1,7 @@
 """Adapters by name: make, install and remove them.
 
-Only `install` and `remove` change a model; every other function adds adapters with `bring_in`.
+`install` and `remove` put an adapter into the model and take it out. `bring_in` replaces one; if it
+fails, nothing has changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
-from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
+from adapterzoo.config import AdapterConfig, Placement, refuse_missing_layers, union_of
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.inject.adapted import SHARED, container_of
@@ -60,8 +61,8 @@ def add(
 ) -> None:
     """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
-    With `in_file` its values come from the file of a whole model. `check` gets the adapter before
-    it is in the model.
+    With `in_file` its values come later, from the file of the whole model. `check` is called with
+    the adapter before it is in the model.
     """
     check_name(name)
     refuse_if_fixed(model, "Add it before fully_shard(model).")
@@ -91,7 +92,7 @@ def add(
 def for_model(
     model: AdaptedModel, config: AdapterConfig, in_file: bool = False
 ) -> tuple[AdapterConfig, bool]:
-    """Return a config with what it means in a model, and whether the head's output gets a copy.
+    """Return a config as it applies to a model, and whether the head's output layer gets a copy.
 
     Raises:
         ConfigError: its values do not fit the model.
@@ -107,14 +108,14 @@ def for_model(
 def init_values(
     model: AdaptedModel, path: str, adapter: Adapter, data: LayerData | None = None
 ) -> None:
-    """Let a fresh adapter take initial values from its layer, if that has values.
+    """Initialize a fresh adapter from its layer, if the layer has values.
 
     Raises:
-        ConfigError: the values of the layer, or its inputs, give none.
+        ConfigError: the adapter cannot be initialized from this layer, or from its inputs.
     """
     layer = layer_in(model, path)
     with at_hand(layer), torch.no_grad():
-        # while a model is being loaded it has no values; the file has the adapter's
+        # a model that is being loaded has no values yet; the adapter's come from the file
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             try:
@@ -144,16 +145,24 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
             )
             return drawn
 
-    for number, member in enumerate(config.members):
-        own = shared if member is config else shared._modules.get(str(number))
+    for member, own in _shared_parts(config, shared):
         if own is not None and not any(p.is_meta for p in own.parameters()):
             member.init_from_text(own, embedded)
+
+
+def _shared_parts(
+    config: AdapterConfig, shared: nn.Module | None
+) -> list[tuple[AdapterConfig, nn.Module | None]]:
+    """Return each member of a config with its part of the shared modules; None: it has none."""
+    if shared is None or len(config.members) == 1:
+        return [(member, shared) for member in config.members]
+    return [(member, shared._modules.get(str(n))) for n, member in enumerate(config.members)]
 
 
 def delete(model: AdaptedModel, *names: str) -> None:
     """Delete adapters of the model, all or none; other active adapters stay active.
 
-    Requests of continuous batching that use them end first.
+    Requests of continuous batching that use them are finished first.
     """
     for name in names:
         refuse_used(model, name)
@@ -173,12 +182,12 @@ def bring_in(
 ) -> None:
     """Install an adapter, replacing one of its name; on failure nothing changes.
 
-    It is frozen if others are trained.
+    An adapter that is not active is frozen while active ones are trained.
 
     Args:
-        model: with adapters.
-        name: of the adapter.
-        record: of the adapter, with its modules and their values.
+        model: the model to install it in.
+        name: the adapter's name.
+        record: its record, with modules and their values.
         active: whether to activate it as the only adapter.
         head: its copies of layers of a static head, by path.
 
@@ -222,21 +231,17 @@ def eject(model: AdaptedModel, name: str) -> None:
     refuse_used(model, name)
     guards.refuse_in_flight(model, name)
     shared = dict(modules_of(model, name)).get("")
-    members = []
-    for number, member in enumerate(config.members):
-        own: nn.Module | None = shared
-        if shared is not None and len(config.members) > 1:
-            own = shared._modules.get(str(number))
-        changes: Mapping[str, Any] = own.eject() if isinstance(own, Ejectable) else {}
-        members.append(member.replace(**changes) if changes else member)
+    members = [
+        member.replace(**own.eject()) if isinstance(own, Ejectable) else member
+        for member, own in _shared_parts(config, shared)
+    ]
     if members == list(config.members):
         raise StateError(f"{name!r} has no network to eject, as a prefix with flat=False has.")
-    ejected = members[0] if len(members) == 1 else ConfigUnion(*members)
-    set_config(model, name, make(model, ejected, torch.device("meta")))
+    set_config(model, name, make(model, union_of(members), torch.device("meta")))
 
 
 def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
-    """Give an adapter the config and the placements of one with the same modules."""
+    """Give an adapter the config and the placements of a record with the same modules."""
     record = model._adapter_state.records[name]
     places = {**record.places, **made.places}
     model._adapter_state.records[name] = dataclasses.replace(
@@ -246,10 +251,10 @@ def set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
 
 
 def check_splits(model: AdaptedModel) -> None:
-    """Check that the adapters of a model can act where its layers have been split.
+    """Check that the adapters of a model can act on layers that are split over processes.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: one of them cannot.
     """
     for name, record in model._adapter_state.records.items():
         for path, module in modules_of(model, name):
@@ -268,9 +273,9 @@ def make(
     """Make all modules of a config; the model does not change.
 
     Args:
-        model: with adapters.
-        config: of the adapter.
-        device: of the modules; None: that of each layer.
+        model: the model that the adapter is for.
+        config: the adapter's config.
+        device: the device of the modules; None: each layer's own.
 
     Raises:
         SiteError: the config places no adapter.
@@ -319,9 +324,9 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """Put an adapter into the model, inactive.
 
     Args:
-        model: that gets the adapter.
-        name: of the adapter.
-        record: of the adapter, with its modules.
+        model: the model to put it into.
+        name: the adapter's name.
+        record: its record, with modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
     parts = (part for adapter in modules.values() for part in adapter.modules())
@@ -350,7 +355,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for source, reader in record.helpers():
         inject.capture_input(layer_in(model, source), reader, name, active, source)
     for path in model.anatomy.fused:
-        # its class lets it call its layers
+        # it then calls its layers, instead of reading their weights
         inject.capture_input(layer_in(model, path), path, name, active, path)
     for path, stack in stacks_of(model):
         guards.put_guard(stack, active)
@@ -365,7 +370,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
 
 
 def remove(model: AdaptedModel, name: str) -> None:
-    """Remove an adapter with its copy of a static head, and from the group that it shares with."""
+    """Remove an adapter and its copy of a static head; it leaves the group that it shares with."""
     release(model, name)
     copies.leave_groups(model, [name])
     uninstall(model, name)
@@ -373,7 +378,7 @@ def remove(model: AdaptedModel, name: str) -> None:
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:
-    """Undo `install`; the last adapter leaves the model as it was before the first."""
+    """Undo `install`; without adapters the model is as it was before the first one."""
     backbone, state = model._backbone, model._adapter_state
     record = state.records.pop(name)
     if not record.located.keys().isdisjoint(WITH_OUTPUTS):
@@ -418,8 +423,8 @@ def remove_all(model: AdaptedModel) -> None:
 def in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the config with float32 parameters over layers in half precision.
 
-    As in PEFT, copies of layers (`modules_to_save`, norms, heads) and biases keep the dtype of
-    theirs. A `dtype` that the config names is kept.
+    As in PEFT, copies of layers (`modules_to_save`, norms, heads) and biases keep the dtype of the
+    originals. A `dtype` that the config names is kept.
     """
     if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model._backbone.parameters()):
         return config
@@ -427,7 +432,7 @@ def in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
         c.replace(dtype="float32") if "dtype" in c.field_names() and c["dtype"] is None else c
         for c in config.members
     ]
-    return members[0] if len(members) == 1 else ConfigUnion(*members)
+    return union_of(members)
 
 
 def move(

@@ -1,22 +1,24 @@
-r"""The base model of an adapter: its entries in a file, and a warning if it is another one.
+r"""The base model of an adapter: what files record about it, and a warning if it is another one.
 
 A file has up to four entries: the name of the base model, its commit on the Hub, a digest of its
 weights, and, in the native format, a sample of them (`formats.fit`).
 
-The digest consists of signs. A cast to float32, bfloat16 or float16 rounds every weight but keeps
-its sign, so all copies of a base model have the same digest, on any device and with any sharding:
+The digest is made of the signs of weights. A cast to float32, bfloat16 or float16 rounds every
+weight but keeps its sign, so all copies of a base model have the same digest, on any device and
+with any sharding:
 
     v1-⟨the first 32 hexadecimal digits of SHA-256 over the parameters of all blocks in the order
     of their paths: "path shape\n", then the sign bits of up to 1,024 values, as bytes 0 and 1⟩
 
 The values are 16 evenly spread runs of 64 neighbors in memory order, or all values of a smaller
-parameter. In a model without blocks, all parameters but embedding tables count. Parameters outside
-the blocks do not count: poolers, heads and other layers that a checkpoint may lack are drawn at
-random, and token tables are resized.
+parameter. Parameters outside the blocks do not count: poolers, heads and other layers that a
+checkpoint may lack are drawn at random, and token tables are resized. In a model without blocks,
+all parameters except embedding tables count.
 
-A relative change ε of all weights flips a share of about ε / π of the signs. BERT base has 169,000
-of them: a change of 1 in 10,000 shows, as does a LoRA merged into some layers. Changes outside the
-blocks, and of a few weights, do not show. The digest is not a signature.
+A relative change ε of all weights flips a share of about ε / π of the signs. The digest of BERT
+base covers 169,000 of them: a relative change of 1 in 10,000 shows, and so does a LoRA merged into
+some layers. A change outside the blocks, or of only a few weights, does not. The digest is not a
+signature.
 
 There is no digest without the original weights: for a quantized model, on the meta device, after
 saving merged weights, under ZeRO stage 3, FSDP 1 or a `tp_plan`, and in a model wrapped by PEFT.
@@ -62,7 +64,7 @@ class _Weights(NamedTuple):
         there: those in this process, whole or sharded, by key.
         offloaded: those that accelerate has offloaded: key → module and parameter.
         is_quantized: whether some are quantized.
-        is_whole: whether no others exist, quantized or on the meta device.
+        is_whole: whether these are all weights: none is quantized, or on the meta device.
     """
 
     there: dict[str, Tensor]
@@ -77,23 +79,22 @@ class _Weights(NamedTuple):
 def entries(model: AdaptedModel, name: str, with_sample: bool) -> dict[str, Any]:
     """Return the entries of an adapter's file about the base model, except its name.
 
-    A collective call if the weights are sharded. A model without any weights, such as one that only
-    converts a file, keeps the entries of the file that the adapter came from.
+    A collective call if the weights are sharded. For a model without weights, such as one that only
+    converts a file, these are the entries of the file that the adapter came from.
 
     Args:
-        model: resharded.
+        model: the model, resharded.
         name: the adapter's name.
-        with_sample: whether the format includes the sample.
+        with_sample: whether the file gets a sample of the weights.
     """
     weights = _weights_of(model)
     trained_on = model._adapter_state.find(name).trained_on
     if not weights.there and not weights.offloaded and trained_on:
         return {k: v for k, v in trained_on.items() if k != SAMPLE or with_sample}
-    found: dict[str, Any] = {}
-    sample = fit.base_sample(_sampled(model, weights, fit.sampled_keys)) if with_sample else {}
-    if sample:
+    found: dict[str, Any] = Base(None, revision_of(model), _digest(model, weights)).entries()
+    if with_sample and (sample := fit.base_sample(_sampled(model, weights, fit.sampled_keys))):
         found[SAMPLE] = sample
-    return found | Base(None, revision_of(model), _digest(model, weights)).entries()
+    return found
 
 
 def entries_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,18 +111,8 @@ def revision_of(model: Any) -> str | None:
     return found if found or name is None else hub.only_commit(name)
 
 
-def digest_of(model: AdaptedModel) -> str | None:
-    """Return the digest of the base model; None without its original weights.
-
-    A collective call if the weights are sharded.
-
-    Args:
-        model: resharded, with adapters.
-    """
-    return _digest(model, _weights_of(model))
-
-
 def _digest(model: AdaptedModel, weights: _Weights) -> str | None:
+    """Return the digest of the base model; None without its original weights."""
     blocks = [f"{block.path}." for block in model.anatomy.blocks]
     tables = {path for path, m in plain_modules(model._backbone) if isinstance(m, nn.Embedding)}
     keys = sorted(
@@ -195,14 +186,14 @@ def _weights_of(model: AdaptedModel) -> _Weights:
 def _sampled(
     model: AdaptedModel, weights: _Weights, choose: Callable[[Mapping[str, int]], Iterable[str]]
 ) -> dict[str, Tensor]:
-    """Return some weights of the base model by key, whole; a collective call if any is sharded.
+    """Return some weights of the base model by key, gathered from all processes if sharded.
 
     Omit vectors of a quantized model, since some quantization methods scale them, and a token
     table that replaces the model's own.
 
     Args:
-        model: resharded, with adapters.
-        weights: weights of the base model.
+        model: the model with adapters, resharded.
+        weights: the weights of its base model.
         choose: a function that selects keys, given the number of dimensions of each weight.
     """
     found = dict(weights.there)
@@ -219,18 +210,18 @@ def _sampled(
     return sharding.gathered({key: found[key] for key in keys})
 
 
-# --- what a model is compared with ---
+# --- compare ---
 
 
 def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str) -> None:
     """Warn if an adapter was trained on another base model than the one it is loaded into.
 
-    The digests decide if both are known, or else the sample of weights in the file. Without
-    either, two commits of one repository may have different weights.
+    The digests decide if both are known, otherwise the sample of weights in the file. With neither,
+    two commits of one repository count as different.
 
     Args:
-        model: a model with adapters.
-        metadata: metadata of the adapter's file, of any format.
+        model: the model that the adapter is loaded into.
+        metadata: the metadata of the adapter's file, in any format.
         name: the adapter's name.
     """
     trained = base_of(metadata, "model_name")
@@ -242,13 +233,16 @@ def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str)
         return
     is_known = trained.digest is not None and trained.digest.startswith(_VERSION)
     here = Base(name_of(model), revision_of(model), _digest(model, weights) if is_known else None)
+    # branches and tags may move
+    revisions = (here.revision, trained.revision)
+    commits = {each for each in revisions if _COMMIT.fullmatch(each or "")}
     is_other = None not in (here.digest, trained.digest) and here.digest != trained.digest
     if not is_other and isinstance(sample, Mapping):
         own = _sampled(model, weights, lambda dims: [key for key in dims if key in sample])
         is_other = fit.is_other_base(sample, own)
     if is_other:
         what = "was trained on other weights than this model's"
-    elif here.digest is None and here.name == trained.name and _differ(here, trained):
+    elif here.digest is None and here.name == trained.name and len(commits) == 2:
         what = "was trained on another commit of the base model, and weights cannot be compared"
     else:
         return
@@ -260,11 +254,6 @@ def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str)
     )
 
 
-def _differ(*bases: Base) -> bool:
-    """Return whether two revisions are different commits; branches and tags may move."""
-    return len({each.revision for each in bases if _COMMIT.fullmatch(each.revision or "")}) == 2
-
-
 def _described(base: Base) -> str:
     parts = ["a model without a name" if base.name is None else repr(base.name)]
     parts += [] if base.revision is None else [f"at revision {base.revision!r}"]
@@ -274,7 +263,7 @@ def _described(base: Base) -> str:
 
 def _hint(base: Base) -> str:
     at = "" if base.revision is None else f", revision={base.revision!r}"
-    load = f"from_pretrained({base.name!r}{at})" if base.name else "load_adapter(…) of that one"
+    load = f"from_pretrained({base.name!r}{at})" if base.name else "load_adapter(…) of its model"
     silence = "warnings.simplefilter('ignore', adapterzoo.BaseModelWarning)"
     return in_python(
         f"Write {load}, or {silence} if this model is the right one.",

@@ -1,4 +1,4 @@
-"""Servers to which an adapter can be exported: who they are, and the arguments of an export."""
+"""The servers to which adapters can be exported, and the check of an export's arguments."""
 
 from __future__ import annotations
 
@@ -13,30 +13,24 @@ FORMAT = "peft"
 
 
 exporters: Registry[Callable[..., Any]] = Registry("server", filled_by="adapterzoo.serving")
-"""By the values of `serve=`: writes an adapter as a server reads it."""
+"""Values of `serve=` → functions that write an adapter as the server reads it."""
 
 
-def check_format(format: str, serve: str) -> None:
-    """Check the format of an export.
+def check(format: str, serve: str | None, **options: object) -> None:
+    """Check the arguments of an export.
 
-    Raises:
-        ConfigError: servers do not read it.
-    """
-    if format != FORMAT:
-        raise ConfigError(
-            f"serve={serve!r} writes PEFT's files, not those of format={format!r}. "
-            f"Write format={FORMAT!r}."
-        )
-
-
-def refuse_options(**options: object) -> None:
-    """Refuse options of an export where there is none.
+    Args:
+        format: the format to write.
+        serve: the server; None: there is no export.
+        **options: arguments that only an export has.
 
     Raises:
-        ConfigError: one is given.
+        ConfigError: servers do not read the format, or an option is given without a server.
     """
+    if serve is not None and format != FORMAT:
+        raise ConfigError(f"serve={serve!r} does not write {format!r}. Write format={FORMAT!r}.")
     for name, value in options.items():
-        if value is not None:
+        if serve is None and value is not None:
             raise ConfigError(
                 f"{name}={value!r} needs serve. Write serve='any', format={FORMAT!r}."
             )

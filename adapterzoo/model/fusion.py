@@ -1,4 +1,4 @@
-"""AdapterFusion: add, delete, save and load fusion layers; and record the values of gates."""
+"""AdapterFusion: add, delete, save and load fusion layers; record values of gates and fusions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
 
     Args:
         names: a `Fuse`, names of adapters, or the names joined by commas.
-        name: of the fusion; None: the names joined by commas.
+        name: the name of the fusion; None: the names joined by commas.
 
     Raises:
         CompositionError: they are not names.
@@ -94,7 +94,7 @@ def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
         return names if name is None else Fuse(*names.children, name=name)
     if not isinstance(names, Iterable):
         raise CompositionError(
-            f"Fuse({names!r}): a fusion is of adapters, by their names. Write Fuse('a', 'b')."
+            f"Fuse({names!r}): a fusion takes names of adapters. Write Fuse('a', 'b')."
         )
     listed = names.split(",") if isinstance(names, str) else list(names)
     return Fuse(*listed, name=name)
@@ -119,9 +119,9 @@ def make(
     """Make the layers that fuse several adapters; the model does not change.
 
     Args:
-        model: with adapters.
-        names: of the adapters.
-        config: of the fusion.
+        model: the model with the adapters.
+        names: the names of the adapters.
+        config: the config of the fusion.
 
     Raises:
         ConfigError: an adapter cannot be fused.
@@ -134,7 +134,7 @@ def make(
     made, last = {}, dict(modules_of(model, names[-1]))
     places = model._adapter_state.find(names[-1]).places
     for path in paths:
-        # of a bottleneck that shares all, those that it shares
+        # a bottleneck that shares all its parameters has none at its layers
         parameter = next(p for at in (path, "") for p in last[at].parameters())
         width = places[path][0].site.d_out
         made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
@@ -151,9 +151,9 @@ def enter(
     """Install fusion layers, replacing those of their name; on failure nothing changes.
 
     Args:
-        model: with adapters.
-        fuse: names the fusion and its adapters.
-        config: of the fusion.
+        model: the model with the adapters.
+        fuse: the names of the fusion and its adapters.
+        config: the config of the fusion.
         made: its layers by path.
         active: whether to activate the fusion.
     """
@@ -220,7 +220,7 @@ def save(
     }
     layers = dict(fusion_modules(model, name))
     if with_head:
-        # whether it can be written is known before anything is
+        # first: a format without such a head refuses it before anything is written
         head_name = with_head if isinstance(with_head, str) else name
         checkpointing.save_head(model, folder, head_name, format)
     with sharding.gathering(model, layers.values()):
@@ -280,14 +280,14 @@ def recorded(
     gates: bool,
     fusions: bool,
 ) -> Any:
-    """Return the output of a forward with the values of its gates and fusions.
+    """Return the output of a call with the values of its gates and fusions.
 
     Args:
-        model: that runs.
-        run: the forward.
-        adapter_names: of its rows; None: not given.
+        model: the model that is called.
+        run: makes the call.
+        adapter_names: the argument of the call; None: not given.
         gates: whether the output gets `adapter_gating_scores`.
-        fusions: whether it gets `adapter_fusion_attentions`.
+        fusions: whether the output gets `adapter_fusion_attentions`.
 
     Returns:
         The output; a tuple gets the two, in this order, at its end.
@@ -296,7 +296,7 @@ def recorded(
         acting = [model._active.plan.setup]
         by_rows = model._active.plan.rows is not None
     else:
-        # the forward itself refuses invalid names, and lists that do not fit the batch
+        # the call itself refuses invalid names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
         acting, by_rows = [parse(name) for name in listed], True
     watched: dict[str, Iterable[_Watched]] = {}
@@ -321,7 +321,7 @@ def recorded(
     for field, kept in calls.items():
         # a skipped block has no calls
         for (name, block, location), tensors in ((at, ts) for at, ts in kept.items() if ts):
-            # calls with different rows of the batch; otherwise each gives a column
+            # by rows, each call has other rows of the batch; otherwise each gives a column
             joined = torch.cat(tensors, 0 if by_rows else -1)  # [batch, …]
             if joined.dim() == 2 and joined.shape[1] == 1:
                 joined = joined.squeeze(1)  # [batch]
@@ -335,7 +335,7 @@ def recorded(
 
 def _gates_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
-    # names that the forward refuses have no gates
+    # names that the call refuses have no gates
     for name in (n for n in names if n in model._adapter_state.records):
         for path, module in modules_of(model, name):
             placements = model._adapter_state.records[name].places[path]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ from .hf.guards import paused, refuse_in_flight
 from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
 
-
-class Write(NamedTuple):
-    """A tensor of the model, and the values that it gets."""
-
-    tensor: Tensor
-    values: Tensor
+Writes: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Tensors of the model, and the values that they get."""
 
 
 def load(
@@ -50,11 +46,11 @@ def load(
     """Load a folder into an adapter of the model.
 
     Args:
-        model: with adapters.
-        folder: of the adapter with the values.
-        asked: arguments of the public method.
+        model: the model with the slot.
+        folder: the folder of the adapter with the values.
+        asked: the arguments of the public method.
         hub_name: the name that the user gave, if the folder is a download.
-        or_add: whether a file of another name becomes a slot of the rank `slot_rank`.
+        or_add: whether an adapter of a new name is added as a slot, of the rank `slot_rank`.
 
     Returns:
         The adapter's name, and whether it was added.
@@ -105,14 +101,14 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     """Give an adapter the values of another one of the model, without its head.
 
     Args:
-        model: with both.
-        name: of the adapter whose values are copied.
+        model: the model with both.
+        name: the adapter whose values are copied.
         into: the slot.
 
     Raises:
         ConfigError: the slot cannot take them; nothing has changed.
         StateError: the slot is merged, or shares parameters.
-        UnknownNameError: there is no adapter of one of the names.
+        UnknownNameError: an adapter is unknown.
     """
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     record = model._adapter_state.find(name)
@@ -143,8 +139,8 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     return record
 
 
-def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write]:
-    """Return what gives the adapter `name` the values of the modules in a record.
+def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> Writes:
+    """Return the writes that give the adapter `name` the values of the modules in a record.
 
     Raises:
         ConfigError: it cannot take them.
@@ -154,7 +150,7 @@ def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write
     lines = _differences(slot, record, unused)
     pairs = () if lines else zip(slot.config.members, record.config.members, strict=True)
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
-    found: list[Write] = []
+    found: Writes = []
     for path, own in () if lines else modules_of(model, name):
         other = slots.without_effect(model, path, own) if path in unused else record.coming[path]
         coming, mine = in_slot(other, own), own.state_dict(keep_vars=True)
@@ -166,12 +162,11 @@ def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write
                     f"{path}/{key}   slot {list(tensor.shape)} {tensor.dtype}, "
                     f"values {list(values.shape)} {values.dtype}"
                 )
-            found.append(Write(tensor, values))
+            found.append((tensor, values))
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
-            f"the values do not fit into the adapter {name!r}:\n  {shown}\n"
-            f"Write hotswap=False, overwrite_ok=True."
+            f"the values do not fit {name!r}:\n  {shown}\nWrite hotswap=False, overwrite_ok=True."
         )
     return found
 
@@ -192,12 +187,12 @@ def _unused(slot: AdapterRecord, record: AdapterRecord) -> set[str]:
 
 
 def _differences(slot: AdapterRecord, record: AdapterRecord, unused: set[str]) -> list[str]:
-    """Return how a slot differs in layers, methods and options that have no place in tensors.
+    """Return how a slot differs in method, layers and options that tensors cannot express.
 
     Args:
-        slot: that takes the values.
-        record: with the values.
-        unused: paths of the slot that may be missing.
+        slot: the record that takes the values.
+        record: the record with the values.
+        unused: paths of the slot that the other record may lack.
     """
     kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, record.config)]
     if kinds[0] != kinds[1]:
@@ -217,7 +212,10 @@ def _differences(slot: AdapterRecord, record: AdapterRecord, unused: set[str]) -
 
 
 def _sites(places: Mapping[str, tuple[Placement, ...]]) -> dict[Any, str]:
-    """Return what is adapted, with its name in messages; shared modules have a path alone."""
+    """Return the adapted paths and sites, with their names in messages.
+
+    Shared modules have a path, but no site.
+    """
     found: dict[Any, str] = {(path,): path for path in places}
     for path, placements in places.items():
         for p in placements:
@@ -227,7 +225,7 @@ def _sites(places: Mapping[str, tuple[Placement, ...]]) -> dict[Any, str]:
 
 
 def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
-    """Return the tensors for a slot; of a fused adapter or a union those of its parts."""
+    """Return an adapter's tensors as a slot takes them; of fused ones and unions part by part."""
     tensors = dict(adapter.state_dict())
     for path, part in adapter.named_modules():
         if isinstance(part, Adapter):
@@ -240,8 +238,8 @@ def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
 
 def _writes_of_head(
     model: AdaptedModel, name: str, stored: Checkpoint, asked: LoadOptions
-) -> list[Write]:
-    """Return what gives the head of an adapter the values of the file.
+) -> Writes:
+    """Return the writes that give the head of an adapter the values of the file.
 
     Raises:
         CheckpointError: the head has other sizes, or another config.
@@ -251,7 +249,7 @@ def _writes_of_head(
     hint = f"Write {argument('with_head', False, 'load_adapter')}."
     if name not in named.saved_names(model):
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
-    # its checks; what it returns would replace the head
+    # only for its checks: what it returns would replace the head
     store.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
     if model._has_named_heads and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
@@ -261,10 +259,10 @@ def _writes_of_head(
     own = named.record_of(model, name)
     mine = {} if own is None else own.tensors
     fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
-    return [Write(mine[key], values) for key, values in tensors.items()]
+    return [(mine[key], values) for key, values in tensors.items()]
 
 
-def write(writes: list[Write]) -> None:
+def write(writes: Writes) -> None:
     """Write values into tensors, and zeros where they are smaller."""
     with torch.no_grad():
         for tensor, values in writes:
@@ -276,7 +274,7 @@ def write(writes: list[Write]) -> None:
             tensor[tuple(slice(size) for size in values.shape)].copy_(values)
 
 
-# --- slots: adapters of one rank, into which later ones are loaded ---
+# --- slots: adapters of one rank, into which others are loaded later ---
 
 _EMBEDDINGS = (
     "the adapter {name!r} has its own embeddings, and cannot get another rank with them. Add "
@@ -320,7 +318,7 @@ def to_rank(model: AdaptedModel, name: str, rank: int) -> None:
             tensor.data = tensor.data.to(values[key].device, values[key].dtype)
             if tensor.is_floating_point():
                 tensor.requires_grad_(key in before and before[key].requires_grad)
-        write([Write(tensor, values[key]) for key, tensor in own.items()])
+        write([(tensor, values[key]) for key, tensor in own.items()])
         module.train(old.training)
     with paused(model):
         adapters.uninstall(model, name)

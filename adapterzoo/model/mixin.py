@@ -119,8 +119,8 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Only modules with tensors are listed. Where one location holds several they come as a
-        `ModuleList`. The dict is empty for an unknown adapter, as scripts expect.
+        Only modules with tensors are listed; several at one location come as a `ModuleList`. The
+        dict is empty for an unknown adapter, as scripts for `adapters` expect.
 
         Warns:
             UserWarning: the adapter is unknown.
@@ -143,11 +143,11 @@ class AdapterModelMixin:
         For an active adapter the table also names the blocks in `skip_layers`.
 
         Args:
-            as_dict: whether to return the rows as dicts instead of a table. The share is in
-                percent of the base model's parameters; the last row is the base model. Rows of
-                heads stand before it, with `labels` if they have any. A
-                quantized weight counts as many parameters as before quantization. Rows of
-                active adapters have `skip_layers` if blocks are skipped.
+            as_dict: whether to return the rows as dicts instead of a table: adapters, then heads,
+                with their `labels` if they have any, and last the base model. The share is in
+                percent of the base model's parameters. A quantized weight counts as many
+                parameters as before quantization. Rows of active adapters have `skip_layers` if
+                blocks are skipped.
         """
         rows = training.summary(self)
         return rows if as_dict else training.table(rows)
@@ -157,11 +157,11 @@ class AdapterModelMixin:
     ) -> AdapterReport:
         """Return what an adapter reaches, what it costs, and ‖ΔW‖ / ‖W‖ of each layer.
 
-        Nothing in the model changes. Sites without a gradient are known between a backward pass
-        and the `zero_grad` after it; changes and bytes are not known of a sharded model.
+        The model does not change. Sites without a gradient are only known between a backward pass
+        and the next `zero_grad`; the changes and bytes of a sharded model are not known.
 
         Args:
-            adapter_name: of an adapter; or of a fusion, "a,b".
+            adapter_name: an adapter, or a fusion such as "a,b".
             inputs: the arguments of a call, on which the bytes kept for the backward pass are
                 measured; None: random ones.
 
@@ -194,7 +194,7 @@ class AdapterModelMixin:
                 (by default "default"); the adapter is then active and set to be trained.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
-            init_data: what some initial values of LoRA need. `init_weights="eva"` and `"corda"`:
+            init_data: what some ways to initialize LoRA need. `init_weights="eva"` and `"corda"`:
                 batches, each with the arguments of a call, as a list or a DataLoader, since they
                 are read several times. `"loftq"`: the weights before quantization, a folder, a
                 file of safetensors, a name on the Hub, or a state dict; None: what the base model
@@ -205,7 +205,7 @@ class AdapterModelMixin:
         Raises:
             ConfigError: the name or a value of the config is not legal, or data are missing.
             DuplicateNameError: the name is taken.
-            SiteError: the model has no place that the config asks for.
+            SiteError: the model lacks the layers that the config asks for.
             StateError: the model is sharded.
         """
         adapters.add(
@@ -247,7 +247,8 @@ class AdapterModelMixin:
         """Add a combination of several adapters, which do not change.
 
         With weights w, parameters θ, and θ₀ the value that changes nothing (1 for BOFT's scale,
-        1/alpha for (IA)³, ‖W‖ for DoRA's magnitudes, mostly 0), the strategies of `adapters` are
+        1/alpha for (IA)³, ‖W‖ for DoRA's magnitudes, 0 for most others), the strategies of
+        `adapters` are
 
         ```
         linear                      θ = θ₀ + Σ wᵢ (θᵢ − θ₀)       any method
@@ -255,7 +256,7 @@ class AdapterModelMixin:
         lora_delta_w_svd            B A ≈ Σ wᵢ sᵢ Bᵢ Aᵢ, of rank `svd_rank`
         ```
 
-        and those of PEFT, of LoRA and DoRA with s = 1 in the result and σᵢ = √|wᵢ sᵢ|,
+        and those of PEFT, for LoRA and DoRA, with σᵢ = √|wᵢ sᵢ| and s = 1 in the result,
 
         ```
         lora_linear_sqrt            A = Σ ±σᵢ Aᵢ, B = Σ σᵢ Bᵢ, ± the sign of wᵢ sᵢ (PEFT's "linear")
@@ -275,17 +276,17 @@ class AdapterModelMixin:
         of sum 1; the values of a dict are the weights.
 
         Args:
-            adapter_name: of the result.
+            adapter_name: the name of the result.
             adapter_list: the adapters, or a dict from adapters to weights.
-            weights: one for each, of any sign; None: equal weights of sum 1.
+            weights: one for each, of any sign; None: equal weights that add up to 1.
             combine_strategy: see above.
             normalize_weights: whether to divide the weights by their sum.
             overwrite_ok: whether an adapter of this name may be replaced, even one of the list.
             set_active: whether to activate the result as the only adapter.
-            svd_rank: of the result.
+            svd_rank: the rank of the result.
             svd_clamp: quantile, 0 to 1, at which entries of A and B are clamped.
             svd_full_matrices: whether unused singular vectors are computed too.
-            svd_driver: of cuSOLVER: "gesvd", "gesvdj" or "gesvda".
+            svd_driver: a driver of cuSOLVER: "gesvd", "gesvdj" or "gesvda".
             density: share of the entries to keep, above 0 to 1.
             majority_sign_method: "total": the sign of the sum; "frequency": that of the majority.
             seed: makes random choices reproducible, on every device; None draws from
@@ -323,14 +324,14 @@ class AdapterModelMixin:
         The change ΔW of each weight becomes B A: exactly where the method's own formula has such
         factors, as LoRA with any initial values, VeRA and MTL-LoRA have; otherwise by SVD, where
         the error is √Σ σᵢ² over the singular values left out. Without `rank` and `energy`, the SVD
-        keeps all singular values above rounding.
+        keeps all singular values above rounding errors.
 
         Args:
-            adapter_name: of the adapter, which does not change.
+            adapter_name: the adapter, which does not change.
             to: the method, "lora".
             rank: the largest rank; a layer whose change has a lower one gets that.
             energy: the share of Σ σ² to keep in each layer, above 0 to 1.
-            new_name: of the result; None: `adapter_name`, "_" and `to`.
+            new_name: the name of the result; None: `adapter_name`, "_" and `to`.
             overwrite_ok: whether an adapter of this name may be replaced, even `adapter_name`.
             set_active: whether to activate the result as the only adapter.
             inputs: the arguments of a call, on which outputs are compared; None: random ones.
@@ -356,9 +357,9 @@ class AdapterModelMixin:
         """Move or cast one adapter, with its copy of a static head.
 
         Args:
-            name: of the adapter.
-            device: None: unchanged.
-            dtype: None: unchanged.
+            name: the adapter.
+            device: the new device; None: unchanged.
+            dtype: the new dtype; None: unchanged.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -368,8 +369,8 @@ class AdapterModelMixin:
     def eject_prefix_tuning(self, name: str) -> None:
         """Replace the MLP of a prefix by the keys and values that it computes.
 
-        The adapter becomes one with `flat=True`; what it computes does not change. Its parameters
-        are others, so that an optimizer must be made anew.
+        The adapter becomes one with `flat=True`; what it computes does not change. It has new
+        parameters, so make a new optimizer.
 
         Raises:
             StateError: the adapter has no such MLP, is fused, or is active in an `AdapterSetup`
@@ -391,8 +392,8 @@ class AdapterModelMixin:
 
         Args:
             adapter_names: a `MultiTask`, a list of names, or the names joined by commas.
-            name: of the shared parameters; None: the names joined by commas.
-            reference_adapter_name: the adapter whose values they get; None: the first.
+            name: the name of the group; None: the names joined by commas.
+            reference_adapter_name: the adapter whose values all get; None: the first.
 
         Raises:
             FieldError: a method shares nothing.
@@ -409,10 +410,11 @@ class AdapterModelMixin:
 
         Args:
             adapter_names: as in `share_parameters`.
-            name: the one that was given there.
+            name: the `name` that was given there.
 
         Raises:
-            StateError: an adapter shares nothing, or not under this name; or as above.
+            StateError: an adapter shares nothing, or not under this name; or as
+                `share_parameters`.
             UnknownNameError: an adapter is unknown.
         """
         tables.unshare(self, adapter_names, name)
@@ -484,8 +486,8 @@ class AdapterModelMixin:
         Rows are equal in the copies of the batch that `Parallel` makes, and where rows with
         different adapters have the same inputs, such as one prompt with `adapter_names`. Outputs
         and gradients stay the same, up to rounding; in training, copies share the dropout of these
-        blocks. `generate` shares the prompt, from which on rows differ. The setting applies to
-        all threads, and is not saved.
+        blocks. `generate` shares the prompt; after it, rows differ. The setting applies to all
+        threads, and is not saved.
 
         Args:
             share: False: all blocks compute all rows.
@@ -499,7 +501,7 @@ class AdapterModelMixin:
     def shared_blocks(self) -> tuple[int, ...]:
         """Numbers of the blocks that ran once for equal rows in the last call of this thread.
 
-        Of calls whose rows have different adapters, others do not count.
+        Only calls whose rows have different adapters count.
         """
         return activation.shared_blocks(self)
 
@@ -551,7 +553,7 @@ class AdapterModelMixin:
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode; frozen norms with running statistics stay in evaluation.
 
-        In training mode, each forward would change these statistics of the base model.
+        In training mode, each call would change these statistics of the base model.
 
         Args:
             mode: whether to train.
@@ -567,7 +569,7 @@ class AdapterModelMixin:
         Frozen parameters stay frozen, and each module keeps its mode.
 
         Args:
-            dtype: of the weights; None: that of the model's config.
+            dtype: the dtype of the weights; None: that of the model's config.
 
         Returns:
             The model itself.
@@ -601,7 +603,7 @@ class AdapterModelMixin:
         that are not sharded, and the copies in a two-dimensional mesh.
 
         Args:
-            group: of `torch.distributed`; None for the default one.
+            group: a group of `torch.distributed`; None for the default one.
 
         Raises:
             StateError: processes differ; the message names the tensors and the ranks.
@@ -635,11 +637,11 @@ class AdapterModelMixin:
         vocabularies have are copied from the reference, with the biases of tied output layers.
 
         Args:
-            name: of the embeddings.
-            tokenizer: of their vocabulary.
-            reference_embedding: name of embeddings from which rows are copied.
-            reference_tokenizer: of the vocabulary of these.
-            embedding_dim: width of a row, which is that of the model's own.
+            name: the name of the embeddings.
+            tokenizer: the tokenizer of their vocabulary.
+            reference_embedding: the embeddings from which rows are copied.
+            reference_tokenizer: the tokenizer of their vocabulary.
+            embedding_dim: the width of a row, which must be that of the model's own.
 
         Raises:
             ConfigError: an argument is not legal, or the tokenizers do not fit.
@@ -658,7 +660,7 @@ class AdapterModelMixin:
         embeddings. An output layer that is not tied stays as it is.
 
         Args:
-            name: of embeddings that were added or loaded; "default" for the model's own.
+            name: embeddings that were added or loaded; "default" for the model's own.
 
         Raises:
             StateError: the model has no table of tokens, it is sharded, quantized or offloaded, or
@@ -682,9 +684,9 @@ class AdapterModelMixin:
         """Save embeddings to a folder, as `adapters` does: `embedding.pt`, `tokenizer/`.
 
         Args:
-            path: the folder; made when missing.
-            name: of the embeddings.
-            tokenizer: of their vocabulary, to be saved with them.
+            path: the folder; created if missing.
+            name: the embeddings.
+            tokenizer: the tokenizer of their vocabulary, to be saved with them.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -695,14 +697,14 @@ class AdapterModelMixin:
         vocabularies.save(self, path, name, tokenizer)
 
     def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
-        """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
+        """Load and activate embeddings that `save_embeddings`, ours or that of `adapters`, wrote.
 
         Args:
             path: the folder.
-            name: to give them.
+            name: the name to give them.
 
         Returns:
-            The tokenizer that was saved with them, None without one.
+            The tokenizer that was saved with them, or None.
 
         Raises:
             CheckpointError: there are none, or they do not fit the model or the tokenizer.
@@ -723,7 +725,7 @@ class AdapterModelMixin:
         a static head is merged too; of several merged copies, the last one is used.
 
         Args:
-            name: of the adapter, or a list of names; None: the active ones.
+            name: the adapter, or a list of names; None: the active ones.
             safe_merge: PEFT's switch; weights that are not finite are always refused.
 
         Raises:
@@ -788,7 +790,7 @@ class AdapterModelMixin:
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
             ConfigError: transformers has no class of the name.
-            StateError: several heads are active, an `AdapterSetup` of this thread holds, the
+            StateError: several heads are active, this thread is inside an `AdapterSetup`, the
                 model is sharded, or merged weights came from a file.
         """
         return merging.unload(self, architecture)
@@ -808,7 +810,7 @@ class AdapterModelMixin:
         Args:
             adapter_names: a `Fuse`, the names of the adapters, or the names joined by commas.
             config: a config, "static", "dynamic" or a dict; None: "dynamic".
-            name: of the fusion; None: the names joined by commas.
+            name: the name of the fusion; None: the names joined by commas.
             overwrite_ok: whether a fusion of this name may be replaced.
             set_active: whether to activate it.
 
@@ -885,15 +887,16 @@ class AdapterModelMixin:
             custom_weights_loaders: save weights of other modules to the same folder; see
                 `adapterzoo.loading.WeightsLoader`.
             use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
-                None: as `format` says, which is safe in any case.
+                None: as `format` says.
             format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
                 PEFT. A checkpoint of another format in the folder is replaced.
             serve: write a LoRA that this server reads exactly: "vllm", "sglang", "lorax", "tgi",
                 "gguf" (llama.cpp), or "any" for all of them. Needs `format="peft"`.
-            rank: with `serve`: the largest rank of the nearest LoRA of an adapter that is not one.
+            rank: with `serve`: an adapter that is not a LoRA is written as the nearest one, of at
+                most this rank.
             energy: with `serve`: the share of Σ σ² to keep in each layer of such an adapter, above
                 0 to 1.
-            dtype: with `serve`: of the files; None: that of the adapter.
+            dtype: with `serve`: the dtype of the files; None: that of the adapter.
 
         Returns:
             With `serve`: what has been written, with its errors and how to start the server.
@@ -907,17 +910,13 @@ class AdapterModelMixin:
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)
         custom = checkpointing.check_loaders(self, custom_weights_loaders)
+        exporting.check(chosen, serve, rank=rank, energy=energy, dtype=dtype)
+        what = self, save_directory, adapter_name, with_head, meta_dict
         written = None
         if serve is None:
-            exporting.refuse_options(rank=rank, energy=energy, dtype=dtype)
-            checkpointing.save_adapter(
-                self, save_directory, adapter_name, with_head, meta_dict, chosen
-            )
+            checkpointing.save_adapter(*what, chosen)
         else:
-            exporting.check_format(chosen, serve)
-            write = exporting.exporters.find(serve)
-            size = Size(rank, energy)
-            written = write(self, save_directory, adapter_name, with_head, meta_dict, size, dtype)
+            written = exporting.exporters.find(serve)(*what, Size(rank, energy), dtype)
         for loader in custom:
             loader.save(save_directory, adapter_name)
         return written
@@ -984,15 +983,15 @@ class AdapterModelMixin:
                 same as `@fingerprint` after the name.
             hotswap: write the values into the adapter of that name, so that a compiled model does
                 not compile again. Method and layers must be the same; smaller sizes are padded
-                with zeros where that changes nothing. The adapter keeps its config: B takes over
-                another scaling. A head of the file goes into the head of that name. "auto": after
-                `enable_peft_hotswap`, and if there is such an adapter.
+                with zeros where that changes nothing. The adapter keeps its config; if the scaling
+                differs, B makes up for it. A head of the file goes into the head of that name.
+                "auto": after `enable_peft_hotswap`, if there is such an adapter.
             adapter_name: PEFT's name of `load_as`; with it, the first adapter of a model becomes
                 active, as in PEFT.
             is_trainable: PEFT's switch: whether to train the adapter if it is the first one, or
                 else to let its parameters be trained.
-            **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
-                huggingface_hub takes them.
+            **hub_kwargs: `cache_dir`, `token`, `local_files_only` and `force_download`, for
+                huggingface_hub.
 
         Returns:
             The adapter's name.
@@ -1037,18 +1036,18 @@ class AdapterModelMixin:
     def hotswap_adapter(self, adapter_name: str, into: str) -> None:
         """Write the values of an adapter into another one, as `load_adapter(…, hotswap=True)` does.
 
-        Adapters that wait in the model go through one slot like this, and a compiled model does
-        not compile again. Heads stay as they are.
+        In this way, adapters of a model can take turns in one of them, and a compiled model does
+        not compile again. Heads do not change.
 
         Args:
-            adapter_name: of the adapter whose values are copied; it does not change.
-            into: name of the adapter that takes them.
+            adapter_name: the adapter whose values are copied; it does not change.
+            into: the adapter that takes them.
 
         Raises:
             ConfigError: method, layers or options differ, or a size is too large; nothing has
                 changed.
             StateError: the model is sharded, or `into` is merged or shares parameters.
-            UnknownNameError: there is no adapter of one of the names.
+            UnknownNameError: an adapter is unknown.
         """
         hotswapping.copy(self, adapter_name, into)
 
@@ -1181,8 +1180,8 @@ class AdapterModelMixin:
             adapter_names: the fusion.
             meta_dict: JSON values to keep in the checkpoint's `meta`.
             custom_weights_loaders: as in `save_adapter`.
-            with_head: whether to save the head of the fusion's name beside it; or the name of
-                another head.
+            with_head: whether to save the head of the same name beside it; or the name of another
+                head.
             use_safetensors: as in `save_adapter`.
             format: "native", "adapterhub" or "adapterhub-safetensors".
 
@@ -1246,7 +1245,7 @@ class AdapterModelMixin:
         source: str | None = None,
         **hub_kwargs: Any,
     ) -> tuple[Composition, Any]:
-        """Load what `save_adapter_setup`, here or of `adapters`, wrote; all of it or nothing.
+        """Load what `save_adapter_setup`, ours or that of `adapters`, wrote: all of it or nothing.
 
         Args:
             adapter_setup_name_or_path: the folder, or `user/repository` on the Hub.
@@ -1268,11 +1267,10 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source,
-            hub_kwargs, set_active,
-            checkpointing.check_loaders(self, custom_weights_loaders),
-        )  # fmt: skip
+        loaders = checkpointing.check_loaders(self, custom_weights_loaders)
+        wanted = one_of(version=version, revision=revision)
+        folder = hub.resolve_setup(adapter_setup_name_or_path, wanted, source, **hub_kwargs)
+        return setups.load(self, folder, LoadOptions(set_active=set_active, loaders=loaders))
 
     def load_adapter_fusion(
         self,
@@ -1418,7 +1416,7 @@ class AdapterModelMixin:
 
         Args:
             save_directory: the folder.
-            **kwargs: as `PreTrainedModel.save_pretrained` takes them.
+            **kwargs: those of `PreTrainedModel.save_pretrained`.
         """
         with config_entry.entered(self, kwargs):
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
@@ -1426,12 +1424,12 @@ class AdapterModelMixin:
     # --- called by transformers and torch ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize as transformers does, with the copies that adapters have of a language model head.
+        """Resize as transformers does, with the adapters' copies of a language modeling head.
 
-        Their old rows stay as they are, and new rows have the values of the model's own.
+        Old rows of the copies do not change; new rows get the values of the model's own head.
 
         Args:
-            *args: as `PreTrainedModel.resize_token_embeddings` takes them.
+            *args: those of `PreTrainedModel.resize_token_embeddings`.
             **kwargs: the same.
 
         Raises:
@@ -1448,7 +1446,7 @@ class AdapterModelMixin:
         return {**pairs, **copies.ties(self)} if "_adapter_state" in vars(self) else pairs
 
     def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
-        # transformers takes what has a tied parameter for an output layer
+        # transformers takes every module with a tied parameter for an output layer
         if not isinstance(output_embeddings, Adapter):
             cast("Any", super())._adjust_bias(output_embeddings, input_embeddings)
 
@@ -1465,7 +1463,7 @@ class AdapterModelMixin:
         activation.register(self)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Let the model live on if its base model is still used, whose methods are those here."""
+        """Keep the model alive if its base model, which has methods of this one, is still used."""
         # a default, since at the end of the process modules lose their globals
         if not ends() and owned.keep_alive(cast("Any", self)):
             activation.register(self)
@@ -1486,7 +1484,7 @@ class AdapterModelMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Activate embeddings, and complete the rows of adapters, when all have their values."""
+        """Activate embeddings, and complete the rows of adapters, now that all have values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         tables.after_loading(model)
         for head in heads_of(model).values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +20,10 @@ FILE = "reference.safetensors"
 
 
 class Reference(nn.Module):
-    """The scores of a model as it was when this was made: copies of what is trained, and no more.
+    """A model as it was before training, made of copies of what is trained and nothing else.
 
-    Parameters of adapters and heads that act, and any others that get gradients, are copied; each
-    call puts the copies in their places, without dropout.
+    Parameters of adapters, and all others that get gradients, are copied. Each call runs the policy
+    with the copies in their places and without dropout.
 
     Attributes:
         policy: the model that is trained.
@@ -39,18 +39,18 @@ class Reference(nn.Module):
             is_base: whether the reference is the model without its adapters.
         """
         super().__init__()
-        # no part of this module, whose parameters would be those of the policy
+        # not a submodule: parameters of this module are the copies alone
         vars(self)["policy"] = policy
         self.is_base = is_base
         module = cast("nn.Module", policy)
         own = {id(p) for p in own_parameters_of(policy)}
-        copied = [] if is_base else [
-            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in own
-        ]  # fmt: skip
-        copies = [nn.Parameter(p.detach().clone(), requires_grad=False) for _, p in copied]
-        self.copies = nn.ParameterList(copies)
-        self._names = [without_wrappers(name) for name, _ in copied]
-        by_id = {id(p): copy for (_, p), copy in zip(copied, copies, strict=True)}
+        by_id: dict[int, nn.Parameter] = {}
+        self._by_name: dict[str, nn.Parameter] = {}
+        for name, p in () if is_base else module.named_parameters():
+            if p.requires_grad or id(p) in own:
+                by_id[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=False)
+                self._by_name[without_wrappers(name)] = by_id[id(p)]
+        self.copies = nn.ParameterList(by_id.values())
         self._places = [
             (part, name, by_id[id(p)])
             for part in module.modules()
@@ -62,43 +62,41 @@ class Reference(nn.Module):
         """Return the outputs of the reference.
 
         Args:
-            *args: of the policy.
+            *args: arguments of the policy.
             **kwargs: the same.
 
         Raises:
-            StateError: the copies cannot take the places of parameters that are sharded.
+            StateError: the policy is sharded, and the copies are not.
         """
         with self._acting():
             return self.policy(*args, **kwargs)
 
     def save(self, folder: Path) -> None:
-        """Write the copies beside a checkpoint, unless there is none.
+        """Write the copies, if there are any, beside a checkpoint.
 
         Args:
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
 
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        if self._names:
-            copies = dict(zip(self._names, self.copies, strict=True))
-            files.write_tensors(folder / FILE, {}, copies)
+        if self._by_name:
+            files.write_tensors(folder / FILE, {}, self._by_name)
 
     def load(self, folder: Path) -> None:
-        """Fill the copies with those that `save` wrote, if it did.
+        """Fill the copies with those that `save` wrote, if it wrote any.
 
         Args:
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
 
         Raises:
-            CheckpointError: they are those of another model; nothing has been filled.
+            CheckpointError: they do not fit this model; nothing has been filled.
         """
         if not (folder / FILE).is_file():
             return
         saved = files.tensors_in(folder, (FILE,))
-        copies = dict(zip(self._names, self.copies, strict=True))
-        fit.check_fit(type(self.policy).__name__, saved, copies, None)
-        for name, copy in copies.items():
+        fit.check_fit(type(self.policy).__name__, saved, self._by_name, None)
+        for name, copy in self._by_name.items():
             copy.data.copy_(saved[name])
 
     @contextmanager
@@ -106,8 +104,7 @@ class Reference(nn.Module):
         policy = self.policy
         if not self.is_base and groups_of(policy):
             raise StateError(
-                "the model is sharded, and a copy of its trained parameters is not. Write "
-                "ref_model=…, a model of its own."
+                "a sharded model needs a reference model of its own. Write ref_model=…."
             )
         trained = [module for module in policy.modules() if module.training]
         before = [module._parameters[name] for module, name, _ in self._places]
@@ -116,10 +113,7 @@ class Reference(nn.Module):
                 module.training = False
             for module, name, copy in self._places:
                 module._parameters[name] = copy
-            if self.is_base:
-                with policy.disable_adapter():
-                    yield
-            else:
+            with policy.disable_adapter() if self.is_base else nullcontext():
                 yield
         finally:
             for (module, name, _), own in zip(self._places, before, strict=True):
@@ -128,7 +122,7 @@ class Reference(nn.Module):
                 module.training = True
 
     def __getattr__(self, name: str) -> Any:
-        """Return a member of the policy, such as its config."""
+        """Return an attribute of the policy, such as its config."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -13,23 +14,22 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
-from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
-from .activation import set_active as activate
+from .activation import set_active
 from .heads.named import saved_names
 from .state import AdaptedModel, LoadOptions, heads_of
 
 
 def composition_of(adapter_setup: object) -> Composition:
-    """Return what a user composes of adapters.
+    """Return the user's argument as a composition.
 
     Raises:
-        StateError: there is no adapter in it.
+        StateError: it has no adapter.
     """
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
-        raise StateError("there is no adapter in it. Write 'a' or Stack('a', 'b').")
+        raise StateError("the setup has no adapter. Write 'a' or Stack('a', 'b').")
     return setup
 
 
@@ -64,27 +64,16 @@ def save(
             checkpointing.save_head(model, folder / name, name, format)
     if head_setup is True:
         checkpointing.save_head(model, folder, None, format)
-    # last: where it is, all the others are
+    # last: a folder with this file is complete
     setup_files.write(folder, setup, head_setup)
 
 
-def load(
-    model: AdaptedModel,
-    path: str | os.PathLike[str],
-    version: str | None,
-    revision: str | None,
-    source: str | None,
-    hub_options: Mapping[str, Any],
-    set_active: bool,
-    custom_loaders: Sequence[Any] = (),
-) -> tuple[Composition, HeadSetup]:
+def load(model: AdaptedModel, folder: Path, asked: LoadOptions) -> tuple[Composition, HeadSetup]:
     """Load a composition with its adapters, heads and fusions, all or none.
 
     Raises:
         DuplicateNameError: a name is taken.
     """
-    wanted = one_of(version=version, revision=revision)
-    folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]
@@ -106,17 +95,17 @@ def load(
         for name in fused:
             fusion.load(model, folder / name, LoadOptions())
             undo.callback(fusion.delete, model, name)
-        # those of adapters came with them
+        # heads of adapters came with these
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
             checkpointing.load_head(model, folder / name, LoadOptions(load_as=name))
         enter_head = None
         if heads is True:
             _, enter_head = checkpointing.read_head(model, folder, LoadOptions(set_active=True))
-        if set_active:
-            activate(model, setup)
+        if asked.set_active:
+            set_active(model, setup)
             if model._has_named_heads and names_of(heads):
                 cast("Any", model).active_head = heads
-        LoadOptions(loaders=custom_loaders).load_weights(folder, setup.flatten()[-1])
+        asked.load_weights(folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()
@@ -124,7 +113,7 @@ def load(
     return setup, heads
 
 
-# --- Publishing an adapter on the Hub ---
+# --- publish on the Hub ---
 
 
 def push(
@@ -133,18 +122,30 @@ def push(
     name: object,
     *,
     saving: Mapping[str, Any],
+    datasets_tag: str | None,
+    local_path: str | os.PathLike[str] | None,
+    adapter_card_kwargs: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    base_model: str | None,
+    commit_message: str | None,
     is_setup: bool = False,
     **options: Any,
 ) -> str:
-    """Publish an adapter, and its head, on the Hub, with a model card.
+    """Publish an adapter and its head, or a composition, on the Hub, with a model card.
 
     Args:
-        model: with adapters.
+        model: the model with the adapters.
         repo_id: `user/repository`.
-        name: of the adapter; or a composition, which is saved as a setup.
+        name: the adapter; or a composition, with `is_setup`.
         saving: arguments of `save_adapter`, or of `save`.
-        is_setup: whether a setup is published.
-        **options: arguments of `hub.publish`.
+        datasets_tag: the dataset that it was trained on.
+        local_path: a folder to keep the files in too.
+        adapter_card_kwargs: texts for the card.
+        metrics: names and values of metrics.
+        base_model: the base model's name on the Hub.
+        commit_message: first line of the commit.
+        is_setup: whether a composition is published.
+        **options: further arguments of `hub.push`.
 
     Returns:
         The address of the commit, or of the pull request.
@@ -152,12 +153,20 @@ def push(
     sharding.refuse_if_sharded(
         model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
     )
-
-    def write(folder: Path) -> None:
+    words = dict(adapter_card_kwargs or {})
+    text = hub.CardText(
+        base_model=base_model,
+        datasets=() if datasets_tag is None else (datasets_tag,),
+        results=dict(metrics or {}),
+        # `adapters` has a text under this name
+        evaluation=words.pop("results", None),
+        **words,
+    )
+    message = commit_message or f"Upload adapter {'setup ' * is_setup}{name!r}"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary if local_path is None else local_path)
         if is_setup:
             save(model, folder, name, **saving)
         else:
             checkpointing.save_adapter(model, folder, str(name), **saving)
-
-    what = f"{'adapter setup' if is_setup else 'adapter'} {name!r}"
-    return hub.publish(write, repo_id, what, **options)
+        return hub.push(folder, repo_id, text=text, commit_message=message, **options)

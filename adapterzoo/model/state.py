@@ -55,7 +55,7 @@ class AdapterRecord:
         trained_on: what its checkpoint records of the base model.
         coming: its modules by path, until they are in the model.
         located: location of the first adapter of a layer → paths of such layers.
-        mixtures: of adapted experts: path and `around`, see `anatomy.Mixture`.
+        mixtures: path of a mixture with adapted experts → its `around`, see `anatomy.Mixture`.
     """
 
     config: AdapterConfig
@@ -68,7 +68,7 @@ class AdapterRecord:
     mixtures: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collect the paths, which are asked for again with each adapter and head that comes."""
+        """Collect the paths once: each adapter and head that is added later reads them."""
         sites = (placement.site for own in self.places.values() for placement in own)
         mixtures = {s.mixture.path: s.mixture.around for s in sites if s.mixture is not None}
         object.__setattr__(self, "mixtures", mixtures)
@@ -81,7 +81,7 @@ class AdapterRecord:
     def sources(self) -> Iterator[tuple[str, str]]:
         """Yield (path of a captured module, path of the site that reads it), each pair once.
 
-        "+" precedes the path of the site where the input is added to another captured one.
+        "+" precedes the path of a site that adds the input to another captured one.
         """
         for path, placements in self.places.items():
             sites = [placement.site for placement in placements]
@@ -110,7 +110,7 @@ class AdapterState:
 
     Attributes:
         records: the adapters by name.
-        anatomy: of the base model; cached.
+        anatomy: the anatomy of the base model; cached.
         stacks: paths of the base model and of the models in it; cached.
         merged: names of the adapters in the base weights, in the order of merging.
         originals: path of a merged layer → its original parameters.
@@ -121,17 +121,17 @@ class AdapterState:
         sharing: name of a group of adapters that share parameters → the adapters.
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
-        outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
-            table that the layer is tied to.
-        tied: keys of shared parameters → keys of those that they share, as last listed for
+        outputs: (path of an output layer, adapter) where the layer is tied to a table, and the
+            adapter has rows of this table.
+        tied: keys of tied parameters → keys of those that they are tied to, as last listed for
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
-        interface: names of layers that the user gave; None without any.
+        interface: names of layers that the user gave; None: none were given.
         disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
-        pool: the `AdapterPool` that fills slots at the layers; None: there are none.
+        pool: the `AdapterPool` that fills the slots of the layers; None: there are none.
         trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
         shares_trunk: whether blocks below the first adapter compute equal rows once.
     """
@@ -159,7 +159,7 @@ class AdapterState:
     shares_trunk: bool = False
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Return what a copy gets: no pool, which fills the slots of one model."""
+        """Return the state of a copy: all but the pool, which fills the slots of one model."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return None, {**values, "pool": None}
 
@@ -177,10 +177,10 @@ class AdapterState:
         """Return names as a list, after checking that there are adapters of these names.
 
         Raises:
-            ConfigError: there is no name.
+            ConfigError: the list is empty.
             UnknownNameError: an adapter is unknown.
         """
-        # anything else is looked for as a name, and not found
+        # anything else counts as one name, which is unknown
         listed = isinstance(names, (list, tuple))
         each: list[Any] = [*dict.fromkeys(names)] if listed else [names]
         if not each:
@@ -259,11 +259,11 @@ class LoadOptions:
     def overwriting(
         self, name: str, **there: Container[str]
     ) -> tuple[LoadOptions, Callable[[], None]]:
-        """Return the options to load something by, and the warning for what it replaces.
+        """Return options that say whether to overwrite, and what warns after something is replaced.
 
         Args:
-            name: of what is loaded.
-            **there: the kinds of things that are loaded, with the names of those that are there.
+            name: the name of what is loaded.
+            **there: the kinds of things that are loaded, and the model's names of each kind.
         """
         taken = [kind for kind, names in there.items() if name in names]
         if self.overwrite_ok is not None or not taken:
@@ -271,7 +271,7 @@ class LoadOptions:
         has, one = ("has", "the one that was") if len(taken) == 1 else ("have", "those that were")
         text = (
             f"the {' and the '.join(taken)} {name!r} of the model {has} been replaced by {one} "
-            f"loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
+            f"loaded. Write overwrite_ok=True if it should be, or load_as='another_name'."
         )
         asked = dataclasses.replace(self, overwrite_ok=True)
         return asked, lambda: warnings.warn(text, UserWarning, stacklevel=2)
@@ -280,8 +280,8 @@ class LoadOptions:
         """Warn where a checkpoint has another config or base model than the user names.
 
         Args:
-            config: in the checkpoint.
-            model_name: in the checkpoint.
+            config: the config in the checkpoint.
+            model_name: the name of the base model in the checkpoint.
 
         Raises:
             ConfigError: what the user gives is not a config.
@@ -303,7 +303,7 @@ class LoadOptions:
             )
 
     def report(self) -> None:
-        """Fill the dict in which `adapters` lists what did not fit; that is an error here."""
+        """Fill the dict in which `adapters` lists what did not fit, which is an error here."""
         if self.loading_info is not None:
             for key in ("missing_keys", "unexpected_keys"):
                 self.loading_info.setdefault(key, [])
@@ -312,8 +312,8 @@ class LoadOptions:
         """Let each of the `custom_weights_loaders` load its weights.
 
         Args:
-            folder: where the adapter is.
-            name: under which it was loaded.
+            folder: the folder of the adapter.
+            name: the name under which it was loaded.
         """
         for loader in self.loaders:
             loader.load(
@@ -333,15 +333,15 @@ class PlainConfig(PreTrainedConfig):
 
 
 def is_plain(model: object) -> bool:
-    """Return whether a model is any module of torch, and not one of transformers."""
+    """Return whether a model is a plain module of torch, and not a model of transformers."""
     return not hasattr(type(model), "base_model_prefix")
 
 
 def config_of(model: Any) -> Any:
-    """Return the config of a model of transformers; for other modules, one with the name only.
+    """Return the config of a model of transformers; for other modules, one with only a name.
 
     Args:
-        model: with adapters or without.
+        model: a model with or without adapters.
     """
     if not is_plain(model):
         return model.config
@@ -365,7 +365,7 @@ def output_embeddings_of(model: Any) -> nn.Module | None:
 
 
 def backbone_of(model: AdaptedModel) -> nn.Module:
-    """Return the base model, which holds the adapters; a model without a head is its own."""
+    """Return the base model, which holds the adapters; a model without a head is its own base."""
     state = model._adapter_state
     if state.is_base is None:
         state.is_base = is_base(cast("nn.Module", model))
@@ -376,7 +376,7 @@ def base_prefix(model: Any) -> str:
     """Return what precedes the paths of the base model in the model, such as "bert.".
 
     Args:
-        model: with adapters or without.
+        model: a model with or without adapters.
     """
     has_adapters = "_adapter_state" in vars(model)
     alone = model._backbone is model if has_adapters else is_base(model)
@@ -384,13 +384,14 @@ def base_prefix(model: Any) -> str:
 
 
 def is_base(model: nn.Module) -> bool:
-    """Return whether a model is its own base model, even if a part has the name of its prefix.
+    """Return whether a model is its own base model.
 
-    DINOv3's encoder has the name that other families give their base model. But modules beside a
-    base model belong to a head, and a head does not embed the inputs.
+    A part with the name of a base model need not be one: DINOv3's encoder has the name that other
+    families give theirs. Whatever is outside a base model belongs to a head, and a head does not
+    embed the inputs; so a part without the input embeddings is not the base model.
 
     Args:
-        model: any; one that is not of transformers is its own.
+        model: any model; one that is not of transformers is its own base model.
     """
     base = model if is_plain(model) else cast("Any", model).base_model
     if base is model:
@@ -563,7 +564,7 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
 def own_parameters_of(
     model: AdaptedModel, names: Iterable[str] | None = None, fusions: Iterable[str] | None = None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters of adapters and fusions, of all without names; some may come twice."""
+    """Yield the parameters of adapters and fusions, by default of all; some may come twice."""
     for name in model._adapter_state.records if names is None else names:
         yield from parameters_of(model, name)
     for name in model._adapter_state.fusions if fusions is None else fusions:

@@ -4,9 +4,9 @@
 `head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. "adapterhub" writes
 pickled tensors, as `adapters` 1.3 does by default; "adapterhub-safetensors" the other files.
 
-Configs follow the spellings of the methods. Keys of tensors are
-`<path>.<container>.<adapter>.<parameter>`; the spelling says what the path leads to. In fused
-layers AdapterHub stacks the parts in one tensor.
+The spelling of each method gives its fields, and the place that `<path>` leads to in its keys
+`<path>.<container>.<adapter>.<parameter>`. In fused layers AdapterHub stacks the parts in one
+tensor.
 
 Fusion layers: `adapter_fusion_config.json` and the tensors next to it.
 `<path>.adapter_fusion_layer.<name>.{query,key,value}.{weight,bias}` is the fusion of the adapters
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config import AdapterConfig, ConfigUnion, defaults
+from adapterzoo.config import AdapterConfig, ConfigUnion, defaults, union_of
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
+from adapterzoo.formats import files, fit
 from adapterzoo.formats.checkpoint import (
     DIGEST,
     REVISION,
@@ -44,16 +45,7 @@ from adapterzoo.formats.checkpoint import (
     shared_key,
     shared_tensors,
 )
-from adapterzoo.formats.files import (
-    AGAIN,
-    fields_of,
-    json_bytes,
-    pickle_bytes,
-    read_json,
-    tensor_bytes,
-    tensors_in,
-)
-from adapterzoo.formats.fit import by_path, same_values
+from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, adapterhub_spellings
 
@@ -78,11 +70,6 @@ if TYPE_CHECKING:
 
 # the release whose format is written
 VERSION = "adapters.1.3.0"
-
-
-def joined(members: Sequence[AdapterConfig]) -> AdapterConfig:
-    """Return a union of the configs, or the only one."""
-    return members[0] if len(members) == 1 else ConfigUnion(*members)
 
 
 def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterConfig:
@@ -115,10 +102,10 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
     """Return how AdapterHub spells the method of a config.
 
     Raises:
-        CheckpointError: it lacks the method.
+        CheckpointError: AdapterHub lacks the method.
     """
     if config.architecture not in adapterhub_spellings:
-        raise unsayable(config, f"{type(config).__name__} is not a method of adapters")
+        raise refused(config, f"{type(config).__name__} is not a method of adapters")
     return adapterhub_spellings[config.architecture]
 
 
@@ -159,18 +146,18 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
             alike = written.get("architecture") == also.get("architecture")
             everywhere = not (written.get("leave_out") or also.get("leave_out"))
             if alike and everywhere and not spelling_of(one).joins(one, other):
-                raise unsayable(config, f"adapters refuses unions of {one!r} and {other!r}")
+                raise refused(config, f"adapters refuses unions of {one!r} and {other!r}")
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:
-        raise unsayable(config, reason)
+        raise refused(config, reason)
     values = config.to_dict()
     legal = {**defaults(type(config)), **spelling.implied}
-    sayable = {*spelling.fields.values(), *spelling.omitted}
+    expressible = {*spelling.fields.values(), *spelling.omitted}
     # `to_dict` leaves out fields that only this library has
-    wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
+    wrong = [k for k, v in legal.items() if k not in expressible and values.get(k, v) != v]
     if wrong:
-        raise unsayable(config, f"adapters has no {_shown(values, sorted(wrong))}")
+        raise refused(config, f"adapters has no {_shown(values, sorted(wrong))}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
     written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
@@ -181,17 +168,17 @@ def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
-def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
+def refused(config: AdapterConfig, why: str) -> CheckpointError:
     """Return the error for a config that AdapterHub's format cannot express."""
     return inexpressible(f"AdapterHub's format cannot express {config!r}: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of AdapterHub, taken apart.
+    """The parts of a key of AdapterHub.
 
     Attributes:
-        text: the key.
+        text: the whole key.
         container: the container of the tensor.
         path: the part before the container.
         parameter: the part after the adapter's name.
@@ -209,7 +196,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
     Args:
         text: the key.
         name: name of the adapter in the checkpoint.
-        containers: containers of its method.
+        containers: the containers of the adapter's methods.
     """
     for container in containers:
         for word in (container.name, *container.aliases):
@@ -247,7 +234,7 @@ def read_adapter(
     sites = [site for path in paths if (site := find_layer_site(info, path)) is not None]
     members = [spelling_of(m).place(m, sites, info.anatomy) for m in members]
     members = [spelling_of(m).convention(info.model_type, m) for m in members]
-    config = joined([*members, *added(members, info.anatomy)])
+    config = union_of([*members, *added(members, info.anatomy)])
     members = config.members
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
     for container, there, place in _containers(places_of(config, info.anatomy)):
@@ -308,7 +295,7 @@ def _read_group(
 
 
 def _container(config: AdapterConfig, name: str) -> Container | None:
-    """Return the container of this name, as declared by the config's method."""
+    """Return the container with this name that the config's method declares."""
     return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
@@ -316,7 +303,7 @@ def in_order(places: Sequence[Place]) -> list[Place]:
     """Return the parts of a fused layer in AdapterHub's order.
 
     Raises:
-        CheckpointError: the layer does not hold queries, keys and values stacked.
+        CheckpointError: the layer does not stack queries, keys and values one after the other.
     """
     for place in places:
         site = place.placement.site
@@ -349,33 +336,33 @@ def write_adapter(
         check_convention(info, member)
     layout = layout_of(info)
     own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
-    # no file names the configs that adapters adds in such a model
+    # files do not name the configs that adapters adds in such a model
     more = [m for n, m in enumerate(config.members) if n not in own]
     expected = added([*own.values()], info.anatomy)
     if more != expected:
         raise inexpressible(
             f"in {info.model_type} models adapters computes it with {expected or 'nothing else'}, "
-            f"not {more or 'alone'}. Train it again with {joined([*own.values(), *expected])!r} "
+            f"not {more or 'alone'}. Train it again with {union_of([*own.values(), *expected])!r} "
             f"for adapters"
         )
     members: list[AdapterConfig] = []
     for member in own.values():
-        # the same adapter, with its places in AdapterHub's fields
+        # the same adapter, with AdapterHub's fields for its places
         flagged = spelling_of(member).as_flags(member, info.anatomy)
         if flagged is None:
             why = "AdapterHub names only queries, keys, values, first and last layers"
-            raise unsayable(member, why)
+            raise refused(member, why)
         members.append(flagged)
-    # a config that cannot be expressed is refused before its fields are changed
-    written = write_config(joined(members))
+    # refuses a config that cannot be expressed, before fields are swapped
+    written = write_config(union_of(members))
     if layout.swapped:
-        written = write_config(joined([_swapped(m) for m in members]))
+        written = write_config(union_of([_swapped(m) for m in members]))
     containers: dict[str, tuple[Container, list[Place]]] = {}
-    for container, _, place in _containers(places_of(joined(members), info.anatomy)):
+    for container, _, place in _containers(places_of(union_of(members), info.anatomy)):
         path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
         containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
-    tensors_at = by_path(tensors)
+    tensors_at = fit.by_path(tensors)
     for path, (container, here) in containers.items():
         for parameter, tensor in _to_container(container, here, tensors_at).items():
             found[f"{path}.{name}.{parameter}"] = tensor
@@ -393,13 +380,15 @@ def write_adapter(
                     torch.equal(tensor, before[key]) for key, tensor in given.items()
                 )
                 if given and before and not is_same:
-                    raise inexpressible(f"AdapterHub has one {path!r} for both methods here")
+                    raise inexpressible(
+                        f"AdapterHub has one {path!r}, but the methods here differ in it"
+                    )
                 found |= given
     return written, found
 
 
 def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
-    """Check that in such a model `adapters` computes what a config's fields say.
+    """Check that `adapters` computes in such a model what the fields of a config say.
 
     Raises:
         CheckpointError: it computes something else.
@@ -419,7 +408,7 @@ def _joined_path(*parts: str) -> str:
 
 
 def _swapped(config: AdapterConfig) -> AdapterConfig:
-    """Return the config with `adapters`' names of the family's feed-forward layers."""
+    """Return the config with the feed-forward layers swapped, as `adapters` names them."""
     names = spelling_of(config).feed_forward
     if names is None:
         return config
@@ -431,7 +420,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 def _to_container(
     container: Container, places: Sequence[Place], tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of one container at one path; a fused layer's are concatenated."""
+    """Return the tensors of one container at one path; those of a fused layer are concatenated."""
     if places[0].placement.site.output_slice is not None:
         places = in_order(places)
         reason = spelling_of(places[0].placement.config).fused
@@ -477,7 +466,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     config, safe, pickled = names_of_files(kind)
     if (folder / safe).is_file() or (folder / pickled).is_file():
         return True
-    return {"config", "model_class"} <= fields_of(folder / config).keys()
+    return {"config", "model_class"} <= files.fields_of(folder / config).keys()
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
@@ -534,7 +523,7 @@ def _files(
     Args:
         names: see `names_of_files`.
         fields: the config's fields.
-        tensors: by AdapterHub's keys.
+        tensors: the tensors by AdapterHub's keys.
         safe: whether to write safetensors.
         meta: `meta_dict`, whose entries are saved next to the fields.
 
@@ -547,8 +536,9 @@ def _files(
             f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
         )
     config, file, pickled = names
-    held = {file: tensor_bytes(tensors, {})} if safe else {pickled: pickle_bytes(tensors)}
-    return {config: json_bytes({**meta, **fields, "version": VERSION}), **held}
+    written = files.tensor_bytes(tensors, {}) if safe else files.pickle_bytes(tensors)
+    text = files.json_bytes({**meta, **fields, "version": VERSION})
+    return {config: text, file if safe else pickled: written}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
@@ -557,7 +547,7 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
             _recognizes,
             _read,
             functools.partial(_encode, safe=_safe),
-            base=lambda folder: base_of(read_json(folder / _ADAPTER[0]), "model_name"),
+            base=lambda folder: base_of(files.read_json(folder / _ADAPTER[0]), "model_name"),
             owned=lambda kind: (*_ADAPTER, *_HEAD) if kind == "adapter" else names_of_files(kind),
         )
     )
@@ -568,7 +558,7 @@ def _files_in(
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors."""
     config, safe, pickled = names
-    return read_json(folder / config), tensors_in(folder, (safe, pickled))
+    return files.read_json(folder / config), files.tensors_in(folder, (safe, pickled))
 
 
 def _read_head(
@@ -594,11 +584,11 @@ def _read_head(
             return Checkpoint({"name": name, "head": head}, {}, own)
         own = {}
         for key, tensor in tensors.items():
-            # the layer onto the vocabulary, which adapters saves with every head
+            # adapters saves the layer onto the vocabulary with every head
             base = None if key in info.static_head else info.tensor(key)
             if base is None:
                 own[key] = tensor
-            elif not same_values(tensor, base):
+            elif not fit.same_values(tensor, base):
                 raise CheckpointError(
                     f"{key!r} differs from the model's own. Write "
                     f"{argument('with_head', False, 'load_adapter')}."
@@ -608,7 +598,7 @@ def _read_head(
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
     start = f"heads.{name}"
-    # adapters also saves heads whose names begin with this one
+    # adapters saves all heads whose names begin with this one
     own = {
         key.removeprefix(f"{start}."): tensor
         for key, tensor in tensors.items()
@@ -631,7 +621,7 @@ def write_head(
     if not isinstance(config, Mapping):
         return _task_fields(info.config.get("label2id")), dict(tensors)
     hints = argument("with_head", False), argument("format", "native")
-    # adapters, with transformers 4, does not tie T5 of release 1.1 and mT5; transformers 5 does
+    # adapters, with transformers 4, does not tie T5 1.1 and mT5; transformers 5 does
     is_apart = info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False
     is_tied = info.config.get("tie_word_embeddings") and not is_apart
     if is_tied and config.get("tie_word_embeddings") is False:
@@ -669,8 +659,8 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
 def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     """Return the fusion in our terms.
 
-    Tensors without a place in the model keep their AdapterHub keys, so that the comparison
-    with the model names them.
+    A tensor without a place in the model keeps its AdapterHub key, so that the comparison with
+    the model names it.
 
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
@@ -696,10 +686,10 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         place = next((places[here][1] for here in locations if here in places), None)
         tensors[key if place is None else f"{place.path}/{parameter}"] = tensor
     if config.get("temperature"):
-        # adapters also restarts from the highest one
+        # adapters starts again from the highest temperature too
         steps = torch.zeros((), dtype=torch.int64)
         tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
-    # adapters fuses no functions of the embeddings
+    # adapters does not fuse functions of the embeddings
     entry = {"entry": "first"} if _at_entry(info, configs) else {}
     described = {
         "name": name,
@@ -720,17 +710,19 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     fused = [info.adapter_config(name) for name in metadata["adapter_names"]]
     config = dict(metadata["config"])
     if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
-        raise inexpressible("adapters fuses no embedding functions; only the first adapter's acts")
+        raise inexpressible(
+            "adapters does not fuse functions of embeddings: only the first one acts"
+        )
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
-    at = by_path(checkpoint.adapter)
+    at = fit.by_path(checkpoint.adapter)
     for container, place in _fusion_places(info, fused).values():
         named = name_of(info, container, place, layout)
         own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
-            raise inexpressible(f"adapters restarts the temperature, here at step {int(steps)}")
+            raise inexpressible(f"adapters restarts the temperature, which is at step {int(steps)}")
         start = _joined_path(prefix_of(info), named, "adapter_fusion_layer", metadata["name"])
         tensors |= {f"{start}.{parameter}": tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}
@@ -738,15 +730,14 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     mine = {key: fields["config"][key] for key in theirs}
     if mine != theirs:
         raise inexpressible(
-            f"adapters computes such a fusion with {_shown(theirs, theirs)}, but this has "
-            f"{_shown(mine, mine)}"
+            f"adapters computes it with {_shown(theirs, theirs)}, not {_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     return _files(_FUSION, fields, tensors, safe, metadata.get("meta"))
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
-    """Return the fields in which `adapters` computes a fusion; the last adapter decides."""
+    """Return the fields that `adapters` computes a fusion with; the last adapter decides."""
     found: dict[str, Any] = {}
     for member in fused[-1].members if fused else ():
         found |= spelling_of(member).fusion(member)
@@ -763,7 +754,7 @@ def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
 def _fusion_places(
     info: ModelInfo, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
-    """Return the places of the fused adapters, which share them."""
+    """Return the places of the fused adapters, which all have the same."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}
     for config in fused:
         places = places_of(config, info.anatomy)

@@ -1,8 +1,8 @@
 """AdapterHub's paths: from its keys to places in a model and back.
 
 Its keys are paths of modules in transformers 4.57, with its own names for the modules that it adds
-to blocks. Reading finds a layer by its block number and role; a path that exists in the model is
-used unchanged. Writing supports the families that `adapters` supports.
+to blocks. Reading finds a layer by the number of its block and its role; a path that exists in the
+model is used unchanged. Writing supports the families that `adapters` supports.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Layout:
         layers: role → path below the block in 4.57, if it differs from today's.
         swapped: whether `intermediate_lora` means the last layer of the feed-forward part, and
             `output_lora` the first.
-        entry: path of the module with the entry's tensors, if not the model or its encoder.
-        locations: our location → the one in its files, for tensors that are kept by location.
-        is_base: whether such a model has no base model in 4.57, even if it has one today.
-        crosses: whether layers of cross-attention have adapters.
+        entry: path of the module with the tensors of the entry, if that is neither the model nor
+            its encoder.
+        locations: our location → the one in its files, for tensors that are stored by location.
+        is_base: whether such a model has no base model in 4.57, although it has one today.
+        crosses: whether layers of cross-attention can have adapters.
     """
 
     sublayers: Mapping[SubLayerKind, str]
@@ -52,14 +53,14 @@ class Layout:
     crosses: bool = True
 
 
-_HUNG_IN = Layout(
+_ADDED = Layout(
     {
         "attention": "attention_adapters",
         "cross": "cross_attention_adapters",
         "mlp": "output_adapters",
     }
 )
-_LLAMA = Layout(_HUNG_IN.sublayers, swapped=True)
+_LLAMA = Layout(_ADDED.sublayers, swapped=True)
 _BERT = Layout({"attention": "attention.output", "mlp": "output"})
 _VIT_LAYERS: Mapping[Role, str] = {
     "query": "attention.attention.query",
@@ -73,10 +74,10 @@ _TOWERS = "text_model", "vision_model"
 
 
 def _tower(name: str) -> Layout:
-    """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
+    """Return the names in one tower of CLIP, whose modules are one level deeper in 4.57."""
     block = f"{name}.encoder.layers.{{}}"
     locations = {"self_prefix": f"clip_{name}_self_prefix"}
-    return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
+    return Layout(_ADDED.sublayers, block, entry=name, locations=locations, is_base=True)
 
 
 # T5 numbers the sub-layers of a block; the numbers are their names
@@ -84,7 +85,7 @@ _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
 
 _ALIKE: Mapping[str, Layout] = {
-    "bart gemma2 gemma3_text gptj mbart modernbert plbart qwen2 qwen3 whisper": _HUNG_IN,
+    "bart gemma2 gemma3_text gptj mbart modernbert plbart qwen2 qwen3 whisper": _ADDED,
     "bert bert-generation deberta deberta-v2 electra roberta xlm-roberta xmod": _BERT,
     "llama mistral": _LLAMA,
     "mt5 t5": _T5,
@@ -93,14 +94,14 @@ LAYOUTS: Mapping[str, Layout] = {
     **{family: layout for families, layout in _ALIKE.items() for family in families.split()},
     **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
-    "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
+    "beit": Layout(_ADDED.sublayers, "encoder.layer.{}", _VIT_LAYERS),
     "clip": Layout(
-        _HUNG_IN.sublayers,
+        _ADDED.sublayers,
         entry="text_model",
         locations={f"{t}_self_prefix": f"clip_{t}_self_prefix" for t in _TOWERS},
     ),
-    "distilbert": Layout(_HUNG_IN.sublayers, locations={"self_prefix": "self"}),
-    "gpt2": Layout(_HUNG_IN.sublayers, crosses=False),
+    "distilbert": Layout(_ADDED.sublayers, locations={"self_prefix": "self"}),
+    "gpt2": Layout(_ADDED.sublayers, crosses=False),
     "vit": Layout(
         {"attention": "attention_adapters", "mlp": "output.output_adapters"},
         "encoder.layer.{}",
@@ -156,7 +157,7 @@ def from_location(layout: Layout, parameter: str) -> str:
 
 
 def location_of(container: Container, place: Place) -> BlockLocation | None:
-    """Return the location of a place; None if the container is not for such places."""
+    """Return the location of a place; None if the container does not hold such places."""
     site = place.placement.site
     match container.at:
         case "layer" if site.kind in ("linear", "embedding", "experts"):
@@ -199,7 +200,7 @@ def find_layer_site(info: ModelInfo, path: str) -> Site | None:
 
 
 def below_model(info: ModelInfo, container: Container) -> str:
-    """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
+    """Return AdapterHub's path of the module with adapter-wide tensors, without the prefix."""
     entry = ""
     if container.in_encoder:
         own = LAYOUTS.get(info.model_type)
@@ -208,10 +209,10 @@ def below_model(info: ModelInfo, container: Container) -> str:
 
 
 def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
-    """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
+    """Return AdapterHub's path of the module with a place's tensors, without the prefix.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: AdapterHub has none.
     """
     site, location, below = place.placement.site, place.placement.location, None
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
@@ -237,7 +238,7 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
             below = f"{module}.{container.below}".removeprefix(".")
     if block is None or below is None:
         raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
-    # families with another path have one stack
+    # families with a path of their own in 4.57 have one stack
     path = block.path if layout.block is None else layout.block.format(block.layer)
     return f"{path}.{below}"
 
@@ -277,7 +278,7 @@ def find_sublayer(block: Block, rest: str) -> SubLayer | None:
     """Return the sub-layer of a block whose bottleneck has this path below the block."""
     kind = _KINDS.get(rest.rpartition(".")[2])
     if kind is None:
-        # the module that returns h is below the one that AdapterHub names
+        # the module that returns the sub-layer's output is below the one that AdapterHub names
         root = f"{block.path}.{rest}"
         found = [s for s in block.sublayers if s.out == root or s.out.startswith(f"{root}.")]
         return found[0] if len(found) == 1 else None

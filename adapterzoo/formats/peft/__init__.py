@@ -53,8 +53,8 @@ def folder_bytes(
 ) -> dict[str, bytes]:
     """Return the files of PEFT's config and tensors.
 
-    PEFT has no counterparts of `meta_dict` and the base model's digest, and ignores the
-    file's metadata.
+    `meta_dict` and the base model's digest, which PEFT does not have, are in the tensor file's
+    metadata, which PEFT ignores.
 
     Args:
         config: PEFT's config.
@@ -71,7 +71,7 @@ def folder_bytes(
 
 
 def _base(folder: Path) -> Base:
-    """Return the base model that the config and the tensors' file describe.
+    """Return the base model that the config and the tensor file describe.
 
     Raises:
         CheckpointError: one of the two is damaged.
@@ -97,8 +97,8 @@ def decoded(
     """Return the adapter, and the head if there is one, from PEFT's config and tensors.
 
     Raises:
-        CheckpointError: the config has a setting that cannot be reproduced here, or the tensors
-            are of layers that the model lacks.
+        CheckpointError: the config has a setting that cannot be reproduced here, or a tensor
+            belongs to a layer that the model lacks.
     """
     peft_config = checked(config)
     ours, adapter, rest = read_adapter(peft_config, tensors, info)
@@ -122,6 +122,6 @@ def meta_in(folder: Path) -> dict[str, Any]:
 
 
 def _beside(folder: Path, key: str) -> dict[str, Any]:
-    """Return an object that this library wrote into the metadata of the tensor file."""
+    """Return an object that this library wrote to the metadata of the tensor file."""
     file = folder / _TENSORS
     return (files.read_metadata(file, key) if file.is_file() else None) or {}

@@ -1,22 +1,22 @@
 r"""Read an adapter from PEFT's config and tensors.
 
-The keys of the tensors name the layers; the config's patterns for these are paths in the model
-class that PEFT was given, and may match nothing. The kind of adapter comes from the config, by the
-table that also reads config objects. Loading builds an empty adapter from both and compares it with
-the file: tensors without a place in the adapter keep PEFT's keys.
+The keys of the tensors name the layers. The config's patterns do not: they are for the model class
+that PEFT was given, and may match nothing here. The config names the kind of adapter, by the table
+that also reads config objects. Loading builds an empty adapter and compares it with the file;
+tensors without a place in the adapter keep PEFT's keys, so that errors name them.
 
 A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
 here. Fields that only matter to PEFT's training, and fields that are off, are ignored. PEFT matches
 the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`.
 
-Besides an adapter PEFT trains whole modules, rows of embeddings and biases. A copy of a module has
-the keys of the module itself, and so does a bias; rows are a tensor
-`<embedding>.token_adapter.trainable_tokens_delta` in the order of the tokens in the config, or
-`<embedding>.trainable_tokens_delta` for a method that trains nothing else, which repeats them for
-every module that shares the table.
+Besides adapters PEFT trains whole modules, rows of embeddings and biases. Copies of modules have
+the keys of the modules themselves, and so do biases. Rows are a tensor
+`<embedding>.token_adapter.trainable_tokens_delta`, in the order of the tokens in the config. A
+method that trains only rows calls it `<embedding>.trainable_tokens_delta`, and repeats it for every
+module that shares the table.
 
 For its field `target_parameters` PEFT wraps a module once for each of its parameters, in the
-module's order. The last parameter has the module's keys, and each earlier one has `base_layer` once
+module's order. The last parameter has the module's keys, and each earlier one has one `base_layer`
 more; no key has the parameter's name.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import HEAD, Anatomy, Site
-from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
+from adapterzoo.config import AdapterConfig, Check, Text, checks, union_of
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import method_of, places_of, shared_key, short
@@ -65,7 +65,7 @@ CONFIG = "adapter_config.json"
 
 TOKENS = "trainable_token_indices"
 
-# a hint for every adapter that PEFT can merge
+# the hint for an adapter that PEFT can merge
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
 
 _SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"
@@ -73,16 +73,16 @@ _SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileConfig:
-    """The facts in a PEFT config, checked.
+    """The checked facts in a PEFT config.
 
     Attributes:
         spelling: the method's spelling.
         fields: the fields of the method.
-        patterns: by field: regular expressions → numbers.
+        patterns: a field of patterns → its regular expressions and their numbers.
         task_type: PEFT's name of the task; None if unknown.
         base_class: the class of the model, if PEFT does not know the task.
-        modules_to_save: name endings of the modules that the file holds whole.
-        target_parameters: name endings of the parameters that it adapts.
+        modules_to_save: ends of names of the modules that the file holds whole.
+        target_parameters: ends of names of the parameters that it adapts.
         trainable_token_indices: the tokens whose rows it holds, as in the file.
         bias: which biases it has.
         selection: the fields that select layers, unchecked.
@@ -119,9 +119,8 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
     )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
-    known = {*COMMON}
-    for each in peft_readable():
-        known |= {*each.inert, *each.fixed, *each.fields}
+    known = {n for s in peft_readable() for own in (s.inert, s.fixed, s.fields) for n in own}
+    known |= COMMON.keys()
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has unknown fields: {listing(unknown)}. They are ignored; "
@@ -200,8 +199,7 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
     whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
     if (wrong := fault(whole)) is not None:
         raise CheckpointError(
-            f"{field} has the key {whole[wrong[0]]!r}: {wrong[1]}. Write names of layers as its "
-            f"keys: {{'q_proj': …}}."
+            f"{field} has the key {whole[wrong[0]]!r}: {wrong[1]}. Write a name: {{'q_proj': …}}."
         )
     compiled = [(re.compile(expression), patterns[key]) for expression, key in whole.items()]
     fitting = {p: [value for expression, value in compiled if expression.match(p)] for p in paths}
@@ -236,14 +234,14 @@ def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
 
 
 def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
-    """Like `by_name`, with names or whole paths as keys, for other readers."""
+    """Return what `by_name` does, but with only names and paths as keys, for other programs."""
     keys: dict[str, _T] = {}
     for key, value in by_name(values, default).items():
         if not key.startswith("^"):
             keys[key] = value
             continue
         for path in (p for p, v in values.items() if v == value and re.match(key, p)):
-            # would also match the end of another path
+            # the path alone would also match the end of a longer one
             longer = any(other.endswith(f".{path}") for other in values)
             keys[f"^{re.escape(path)}" if longer else path] = value
     return keys
@@ -298,7 +296,7 @@ def task_of(model_class: str) -> str | None:
 
 _LOG = logging.getLogger(__name__)
 
-# PEFT's keys omit the adapter's name, those of other tools include it
+# PEFT's keys omit the adapter's name; those of other tools include it
 _NAME = "default"
 # endings of the keys of an embedding's rows, and of its table
 DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
@@ -323,8 +321,8 @@ def read_adapter(
     """Return the adapter's config and tensors, and all other tensors.
 
     Raises:
-        CheckpointError: an adapter is at a layer that cannot have one here; or tensors are missing
-            or contradict each other or the config.
+        CheckpointError: a layer cannot have such an adapter here, or tensors are missing, or
+            contradict each other or the config.
     """
     spelling = peft_config.spelling
     is_tied, count = bool(peft_config.fields.get(tying.FIELD)), len(tensors)
@@ -347,14 +345,14 @@ def read_adapter(
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
         first = _fields_of_extras(extras, spelling, info.anatomy)
-        # the first config of a union has the fields for the whole model
+        # in a union, the first config has the fields of the whole model
         others = {k: v for k, v in first.items() if k == "bias" and v != "all"}
         configs = [
             spelling.config.from_dict({**own, **member, **fields, **(others if number else first)})
             for number, member in enumerate(_members(peft_config, layers, info) or [{}])
         ]
-        config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
-        # the valid values depend on the widths of the sites
+        config = union_of(configs)
+        # which values are legal depends on the widths of the sites
         all_placements(config, info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
@@ -367,10 +365,11 @@ def read_adapter(
         try:
             read[path] = spelling.read(layer)
         except (IndexError, KeyError, RuntimeError) as error:
-            shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
+            shown = listing(
+                layer.tensors.items(), show=lambda own: f"{own[0]} {list(own[1].shape)}"
+            )
             raise CheckpointError(
-                f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
-                f"{AGAIN}."
+                f"at {layer.name!r} the tensors do not fit together: {shown} ({error}). {AGAIN}."
             ) from error
     # modules that share a table have the same rows
     sharing = info.anatomy.sharing
@@ -379,23 +378,22 @@ def read_adapter(
         read = {same: read[path] for path in read for same in sharing(path)}
         copied = extras.copies
         extras.copies = {same: copied[path] for path in copied for same in sharing(path)}
+    # field of the extras → path → our parameters
+    held: dict[str, Mapping[str, Tensors]] = {
+        "modules_to_save": extras.copies,
+        "bias": {path: {"own": bias} for path, bias in extras.biases.items()},
+        TOKENS: {path: {"rows": tensor} for path, tensor in rows.items()},
+    }
     found: dict[str, Tensor] = {}
     for place in places_of(config, info.anatomy):
-        path, kind = place.path, FIELD_AT.get(place.placement.location)
-        if kind == "modules_to_save":
-            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
-        elif kind == "bias":
-            values = {"own": extras.biases[path]} if path in extras.biases else {}
-        elif kind == TOKENS:
-            values = {"rows": rows[path]} if path in rows else {}
-        else:
-            values = read.get(place.placement.site.name, {})
-        found |= {place.key(name): tensor for name, tensor in values.items()}
+        kind = FIELD_AT.get(place.placement.location)
+        at, name = (held[kind], place.path) if kind else (read, place.placement.site.name)
+        found |= {place.key(parameter): t for parameter, t in at.get(name, {}).items()}
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
 def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> None:
-    """Check that the layers named by the config have tensors, in each stack where some have.
+    """Check that all layers named by the config have tensors, in each stack where any has.
 
     The model class that wrote the file may lack whole stacks, and layers outside the blocks.
 
@@ -436,15 +434,15 @@ def _sorted(
 ) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
     """Return the file's tensors: of layers, adapter-wide, without a place here, and the rest.
 
-    Tensors of layers are by `Site.name`, those without a place by key, and the rest by key in the
-    task class.
+    Those of layers are by `Site.name`, those without a place by their key in the file, and the rest
+    by their key in the task class.
     """
     spelling = peft_config.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
     others = {key for each in peft_readable() for key in each.shared.values()} - {*wide}
-    # tensor names of other methods, and of other versions of this one
-    # norms are called `ln_1` too
+    # starts of tensor names of other methods, and of other versions of this one; not of those that
+    # adapt norms, as layers are called `ln_1` too
     spelled = [s for s in peft_readable() if not s.of_norms]
     stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
     sites = {named_in_peft(site): site for site in _sites(spelling, info)}
@@ -474,7 +472,7 @@ def _sorted(
         module, depth = unwrapped(named) if modules else (named, 0)
         path = _here(module, {**sites, **modules}, info)
         own = adapted(module, modules.get(path or "", ()), peft_config.target_parameters)
-        # the last parameter has the module's own keys
+        # the last parameter has no wrapper in its keys
         here = [layer_at(f"{module}.{parameter_of(s)}", s, True) for s in reversed(own)]
         if path in sites and not own:
             here = [layer_at(named, sites[path], False)]
@@ -503,7 +501,7 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
 
 
 def named_in_peft(site: Site) -> str:
-    """Return the path of a site in PEFT's keys, which wraps `nn.MultiheadAttention` as a whole."""
+    """Return the path of a site in the keys of PEFT, which wraps `nn.MultiheadAttention` whole."""
     projects = site.is_of_attention and site.parameter == "out_proj.weight"
     path = site.path.removeprefix(HEAD)
     return f"{path}.{WRAPPED}.out_proj" if projects else path
@@ -537,10 +535,10 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
 
 def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
-    # the file may come from another task class, with or without a base model in it
+    # the file may be of another task class, or of a base model alone
     cls = getattr(transformers, info.model_class, None)
     prefix = info.prefix or getattr(cls, "base_model_prefix", "")
-    # or from another release of transformers
+    # or of another release of transformers
     for name in (named, info.renamed(named)):
         for path in (name, name.removeprefix(f"{prefix}.")):
             if path in sites:
@@ -557,11 +555,11 @@ def _to_one_dtype(
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(f"the file has tensors of {wrong[0]}. Save it again in float32.")
     own, dtype = info.dtype, torch.float32
-    # widening is exact; PEFT also keeps other dtypes in float32 over half-precision layers
+    # widening to float32 is exact, and PEFT does it too over half-precision layers
     if found == {own} or own is torch.float64:
         dtype = own
     elif torch.float64 in found:
-        # wider than the model: loading asks whether to round
+        # wider than the model: loading refuses to round unless the user gives a dtype
         dtype = torch.float64
     for tensors in each:
         for name in tensors:
@@ -571,7 +569,7 @@ def _to_one_dtype(
 
 
 def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
-    """Return the fields of our configs: one config for all layers that differ only in patterns."""
+    """Return the fields of each of our configs; layers that differ only in patterns share one."""
     spelling = peft_config.spelling
     patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
     fields_of = {argument.ours: name for name, argument in spelling.fields.items()}
@@ -581,7 +579,7 @@ def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[d
         try:
             fields = spelling.read_fields(layer, said)
         except (IndexError, KeyError):
-            # the comparison with the model shows what is missing
+            # a tensor is missing, and the comparison with the model will name it
             fields = said
         alike = {name: v for name, v in fields.items() if name not in patterns.values()}
         paths = next((paths for known, paths in groups if known == alike), None)
@@ -605,7 +603,7 @@ def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[d
 
 
 def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
-    """Return the fields of our config that select some sites."""
+    """Return the fields of our config that select these sites."""
     layers = [s for s in chosen if s.parameter is None or s.is_of_attention]
     modules = [*dict.fromkeys(site.path for site in layers)]
     weights = [site.name for site in chosen if site not in layers]
@@ -617,7 +615,7 @@ def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -
 
 
 def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
-    """Return the value of a config field that selects these of all paths; None for none."""
+    """Return the value of a config field that selects just these paths; None if there are none."""
     names = short_names(paths, everything)
     return exactly(paths) if names is None else list(names) or None
 
@@ -634,7 +632,7 @@ def adapted(named: str, own: Iterable[Site], targets: Sequence[str]) -> list[Sit
 
     Args:
         named: path of the module in the file.
-        own: the sites at the module, in its order.
+        own: the sites at the module, in the module's order.
         targets: PEFT's `target_parameters`.
     """
     ends = [f".{target}" for target in targets]
@@ -651,7 +649,7 @@ class Extras:
     """The trained values in a file besides its adapters, by paths in this model.
 
     Attributes:
-        copies: copies of layers, as path → name of a parameter → its value.
+        copies: path of a copied layer → our parameters.
         biases: path of a layer → its bias.
         rows: path of an embedding → token ids in ascending order, and their rows.
         kind: PEFT's value of `bias`.
@@ -702,7 +700,8 @@ def _read_extras(
         if path is None:
             continue
         if "modules_to_save" in can and is_saved(layer, peft_config.modules_to_save):
-            extras.copies.setdefault(path, {})[parameter] = _cast(left.pop(key), path, info)
+            own = extras.copies.setdefault(path, {})
+            own[f"layer.{parameter}"] = _cast(left.pop(key), path, info)
         elif "bias" in can and peft_config.bias != "none" and parameter == "bias":
             extras.biases[path] = _cast(left.pop(key), path, info)
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
@@ -725,11 +724,11 @@ def _read_extras(
                 extras.biases.setdefault(site.path, bias.detach())
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
-            # a resized vocabulary: PEFT saves the table, whose new rows are trained
+            # after resizing the vocabulary PEFT saves the table too; the trained rows are `rows`
             del left[key]
     tables_of_rows = {key for key in rest if key.endswith(delta) and key not in copies}
     for key in copies if peft_config.spelling.rows_field else ():
-        # a tied output layer, which follows the table here
+        # of a tied output layer, which follows the table here
         if any(torch.equal(rest[other], rest[key]) for other in tables_of_rows):
             del left[key]
     return extras, left
@@ -741,7 +740,10 @@ def start_of_rows(spelling: PeftSpelling) -> str:
 
 
 def fields_for_extras(spelling: PeftSpelling) -> frozenset[str]:
-    """Return the fields that both PEFT's method and ours have; PEFT saves modules with all."""
+    """Return the fields of extras that a method has in PEFT and here.
+
+    In PEFT every method has `modules_to_save`.
+    """
     rows = {TOKENS} if spelling.rows_field else set()
     return spelling.beside | rows | ({"modules_to_save"} & checks(spelling.config).keys())
 
@@ -781,11 +783,10 @@ def _rows(
         given = found[0] if found else None
     if not isinstance(given, list) or rows.dim() != 2 or len(given) != len(rows):
         raise CheckpointError(
-            f"trainable_token_indices={short(peft_config.trainable_token_indices)} does not fit "
-            f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
+            f"{TOKENS}={short(given)} does not fit rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
     own = base_tensor(site.path, "weight", info)
-    # only if this is exact
+    # only if no value is rounded
     if own is not None and torch.promote_types(own.dtype, rows.dtype) is own.dtype:
         rows = rows.to(own.dtype)
     order = sorted(range(len(given)), key=given.__getitem__)
@@ -852,18 +853,17 @@ def head_from(
         is_other = own is not None and not same_values(tensor, own)
         if own is None or is_own or (name in info.output and is_other):
             head[name] = tensor
-        # PEFT also saves adapted embeddings: ignore them if they equal the model's
+        # PEFT also saves embeddings that it adapts: ignored if they equal the model's
         elif is_other:
             trained.append(key)
     if trained:
         raise CheckpointError(
-            f"the file holds weights of the base model that differ from those here: "
-            f"{listing(sorted(trained))}. {MERGE}"
+            f"weights of the base model differ from those here: {listing(sorted(trained))}. {MERGE}"
         )
     if not head or not info.with_head:
         return None, {}
     if not info.named_heads:
-        # tensors that the file lacks do not change
+        # tensors that the file lacks keep their values
         kept = {key: info.tensor(key) for key in info.static_head if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
@@ -879,7 +879,7 @@ def head_from(
 
 
 def _in_base(key: str, info: ModelInfo) -> Tensor | None:
-    """Return the tensor of the base model that a key of some task class names."""
+    """Return the tensor of the base model that a key of any task class names, or None."""
     if key in info.static_head:
         return None
     for name in (key, info.renamed(key)):

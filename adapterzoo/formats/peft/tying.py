@@ -17,7 +17,7 @@ FIELD = "ensure_weight_tying"
 
 
 def _ends(spelling: PeftSpelling) -> list[tuple[str, str, str]]:
-    """Return each parameter's key ending at a table and at a layer, and its twin's at a table."""
+    """Return ends of keys: each parameter's at a table and at a layer, its twin's at a table."""
     at_table, at_layer = spelling.embedding_tensors, spelling.tensors
     pairs = spelling.transposes.items()
     return [(at_table[own][0], at_layer[own][0], at_table[other][0]) for own, other in pairs]
@@ -29,19 +29,19 @@ def without_twins(
     saved: Sequence[str],
     used: Mapping[str, bool],
 ) -> dict[str, Tensor]:
-    """Return a file's tensors without those that repeat an adapter, or a copy, of the table.
+    """Return a file's tensors without those that repeat the table's adapter, or its copy.
 
     Args:
         tensors: the tensors, by key.
         spelling: the method's spelling.
         saved: PEFT's `modules_to_save`.
-        used: whether the model uses a layer, by its path in the file, if known.
+        used: path of a layer in the file → whether the model uses it.
     """
     found = dict(tensors)
     ends = _ends(spelling)
     first = ends[0][0] if ends else FIELD
     starts = [key.removesuffix(first) for key in tensors if key.endswith(first)]
-    # the first layer that the model uses has the adapter
+    # the adapter here is that of the first layer that the model uses
     starts.sort(key=lambda start: not used.get(start.removesuffix("."), True))
     for start in starts[:1]:
         own = {end: tensors[start + end] for end, _, _ in ends}

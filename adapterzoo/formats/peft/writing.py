@@ -53,7 +53,7 @@ from .reading import (
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
-# names that layers of heads also have: as path endings they would match these
+# names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
     summary vocab_projector vocab_transform
@@ -67,18 +67,16 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     """Return PEFT's config, and all tensors by PEFT's keys.
 
     Raises:
-        CheckpointError: PEFT has no such adapter or head, or its config has one value for a field
-            that differs between layers.
+        CheckpointError: PEFT has no such adapter or head, or layers differ in a field for which
+            PEFT has only one value.
     """
     task, head = head_for(checkpoint, info)
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts, more = _parts(config, checkpoint.adapter, info)
     modules = info.modules(task.model_class)
     if spelling.shared and len(config.members) > 1:
-        raise inexpressible(
-            f"a file of PEFT has one adapter, not a union of {len(config.members)} "
-            f"{spelling.peft_type}"
-        )
+        count = len(config.members)
+        raise inexpressible(f"a file of PEFT has one adapter, not {count} {spelling.peft_type}")
     own, shared = spelling.write_model(
         config.members[0], shared_tensors(checkpoint.adapter), info.anatomy
     )
@@ -96,24 +94,19 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         # without a task, PEFT only adapts layers
         if task.task_type is None:
             raise inexpressible(
-                f"PEFT has {spelling.peft_type} for models of its tasks ({listing(TASKS)}), not "
-                f"for a {task.model_class}"
+                f"PEFT has {spelling.peft_type} for {listing(TASKS)}, not for a {task.model_class}"
             )
         if task.task_type in HEADED and not head:
-            hints = argument("with_head", True), argument("format", "native")
-            raise inexpressible(
-                f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
-                *hints,
-            )
+            why = f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head"
+            raise inexpressible(why, argument("with_head", True), argument("format", "native"))
         parts = {}
     layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
     owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
     paths = {
-        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter
-        else owners[name]
+        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter else owners[name]
         for name, each in layers.items()
-    }  # fmt: skip
+    }
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
@@ -138,8 +131,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
     if not locations.isdisjoint((TIED, TIED_COPY)):
         if info.named_heads:
             raise inexpressible(
-                "PEFT ties an adapter of the table to the one output layer of a task class, but "
-                "this model has named heads"
+                "PEFT ties a table to the output layer of a task class; this model has named heads"
             )
         fields[tying.FIELD] = True
         # PEFT finds the table by these, whatever its name
@@ -160,7 +152,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
-    """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
+    """Return the spelling of the method, its adapters by `Site.name`, and what else is trained."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_name: dict[str, list[PeftPart]] = {}
     at = fit.by_path(tensors)
@@ -201,8 +193,7 @@ def _output(
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise inexpressible(
-            f"at {name!r} {len(parts)} adapters are at parts of the layer ({roles}), but PEFT has "
-            "one"
+            f"at {name!r} {len(parts)} adapters are at parts of the layer ({roles}); PEFT has one"
         )
     tensors = spelling.join(parts, lambda: base_tensor(name, "weight", info))
     return PeftOutput(parts, tensors, is_parameter)
@@ -218,7 +209,7 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     found: Fields = {}
     if not layers:
         return found
-    # every file has these fields
+    # these fields are in every file
     arguments = {} if spelling.arguments is None else spelling.arguments.fields
     always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
     configs = [layer.parts[0].placement.config.to_dict() for layer in layers.values()]
@@ -253,7 +244,7 @@ def _target_fields(
     """Return the fields that select the adapted layers."""
     weights = [paths[name] for name, layer in layers.items() if layer.is_parameter]
     paths = {name: path for name, path in paths.items() if path not in weights}
-    # only whole paths match nothing else
+    # a whole path matches nothing else
     whole = tuple(sorted({*paths.values()}))
     targets = short_names(whole, modules)
     others = {*_IN_HEADS.split()} - {*whole}
@@ -263,7 +254,7 @@ def _target_fields(
         field: {paths[name] for name in paths if among(layers[name].tensors)}
         for field, among in spelling.subsets.items()
     }
-    # PEFT compares the names of a subset with path endings, even within words
+    # PEFT compares the names of a subset with ends of paths, even within words
     ends = [{path for path in whole if path.endswith(name)} for name in targets]
     if any(found & own and found - own for found in ends for own in chosen.values()):
         targets = whole
@@ -271,8 +262,8 @@ def _target_fields(
         field: [name for name in targets if any(path.endswith(name) for path in own)]
         for field, own in chosen.items()
     }
-    # not a field of all methods
     found: Fields = {**subsets, "target_modules": list(targets)}
+    # only where it is needed: not all methods have the field
     if any(layers[name].parts[0].placement.site.transposed for name in paths):
         found["fan_in_fan_out"] = True
     if weights:
@@ -307,11 +298,8 @@ def _path_in_task(
     """Return a layer's path in the task class from its path in the base model."""
     found = next((p for p in (info.whole(path), path) if p in modules), None)
     if found is None:
-        raise inexpressible(
-            f"a {task.model_class}, into which PEFT would load the adapter, has no layer {path!r}",
-            argument("format", "native"),
-            argument("with_head", False),
-        )
+        why = f"a {task.model_class}, into which PEFT would load the adapter, has no layer {path!r}"
+        raise inexpressible(why, argument("format", "native"), argument("with_head", False))
     return found
 
 
@@ -320,7 +308,7 @@ def _whole_modules(
 ) -> list[str]:
     """Return the paths of a head's modules, each as high up as it is whole.
 
-    Tensors of the head outside them must equal the model's own, which a file need not hold.
+    Tensors of the head outside them must equal the model's own, and are left out of the file.
 
     Raises:
         CheckpointError: a tensor is in no whole module and differs from the model's.
@@ -349,12 +337,12 @@ def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
 
 
 def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
-    """Return whether an adapter is written as one of a parameter.
+    """Return whether the adapter at a site is written as the adapter of a parameter.
 
-    This includes a layer whose name PEFT would take for a former layer of experts.
+    So is that of a layer with a name that PEFT takes for a former layer of experts.
 
     Raises:
-        CheckpointError: it must be, but PEFT's method has no such adapter.
+        CheckpointError: it must be, but PEFT's method has no adapters of parameters.
     """
     if site.is_of_attention:
         return False
@@ -370,11 +358,11 @@ def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
 
 
 def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int]:
-    """Return the number of wrappers around each adapted parameter's, by `Site.name`.
+    """Return the number of `base_layer` in the keys of each adapted parameter, by `Site.name`.
 
     Args:
         sites: the adapted sites.
-        order: the model's parameters, in its order.
+        order: the names of the model's parameters, in its order.
     """
     place = {name: number for number, name in enumerate(order)}
     by_module: dict[str, list[str]] = {}
@@ -398,9 +386,9 @@ def _write_extras(
     Args:
         places: the places trained besides the adapters, with their tensors by parameter.
         spelling: the method's spelling.
-        adapted: paths of the adapted layers, here and in the task class.
+        adapted: path of an adapted layer here → the one in the task class.
         modules: modules of the task class.
-        task: the class into which PEFT will load it.
+        task: the class into which PEFT will load the adapter.
         info: the model's info.
 
     Raises:
@@ -433,7 +421,7 @@ def _write_extras(
             tokens[key] = config["table"], path, list(config["tokens"])
             tensors[path + start_of_rows(spelling) + DELTA] = values["rows"]
             for layer in _sharing(place.path, modules, info) if spelling.rows_field else ():
-                # each has its own tensor in the file
+                # the file has the tensor for each of them
                 tensors.setdefault(f"{layer}.{DELTA}", values["rows"].clone())
     if saved:
         names = short_names(saved, modules)
@@ -453,7 +441,7 @@ def _write_extras(
 
 
 def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
-    """Return the paths in the task class of all modules with the table at a path."""
+    """Return the paths in the task class of all modules that share the table at a path."""
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
@@ -469,11 +457,11 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     if not info.named_heads:
         return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
-        # the class that generates, else the base model
+        # a class that generates, else the base model
         encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
             ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
-            # PEFT's task_type would require `input_ids`
+            # PEFT's class for the task would require `input_ids`
             (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
             ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
             (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
@@ -494,8 +482,6 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
         mapping = getattr(modeling_auto, known.peft_classes)
     model_class = next(classes_for(mapping, info.model_type), None)
     if model_class is None:
-        raise inexpressible(
-            f"transformers has no {info.model_type!r} with a {head_type!r} head",
-            argument("with_head", False),
-        )
+        why = f"transformers has no {info.model_type!r} with a {head_type!r} head"
+        raise inexpressible(why, argument("with_head", False))
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)

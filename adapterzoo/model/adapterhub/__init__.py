@@ -1,1 +1,1 @@
-"""What users of `adapters` find at a model under its names there."""
+"""Attributes of a model under the names that they have in `adapters`."""

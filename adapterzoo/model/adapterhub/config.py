@@ -9,7 +9,6 @@ from typing import Any
 
 from adapterzoo.composition import Composition
 from adapterzoo.config import AdapterConfig, Config
-from adapterzoo.errors import unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model.state import AdapterState
 from adapterzoo.runtime import ActiveState
@@ -22,25 +21,22 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         """Make a live view.
 
         Args:
-            state: of the model.
-            active: of the model.
+            state: the state of the model.
+            active: what is active in the model.
         """
         self._state = state
         self._active = active
 
     def __getitem__(self, name: str) -> AdapterConfig:
         """Return the config of the adapter."""
-        records = self._state.records
-        if name not in records:
-            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, records)
-        return records[name].config
+        return self._state.find(name).config
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
         return iter(self._state.records)
 
     def __len__(self) -> int:
-        """Return how many adapters there are."""
+        """Return the number of adapters."""
         return len(self._state.records)
 
     def __repr__(self) -> str:
@@ -69,13 +65,13 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
 
     @property
     def fusion_name_map(self) -> dict[str, list[str]]:
-        """The fusions with a name of their own to the adapters that they fuse."""
+        """Names of fusions that have a name of their own, to the adapters that they fuse."""
         found = self._state.fusions.items()
         return {n: [*r.adapters] for n, r in found if n != ",".join(r.adapters)}
 
     @property
     def active_setup(self) -> Composition | None:
-        """What is active outside of `AdapterSetup`."""
+        """The composition that is active outside of any `AdapterSetup`."""
         return self._active.default.plan.setup
 
     @property
@@ -86,7 +82,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
     def get_fusion(
         self, fusion_name: str | Sequence[str]
     ) -> tuple[AdapterFusionConfig, list[str]] | tuple[None, None]:
-        """Return the config of a fusion and its adapters; twice None if there is none.
+        """Return the config of a fusion and its adapters; (None, None) if there is none.
 
         Args:
             fusion_name: its name, or the names of its adapters.
@@ -102,26 +98,24 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         layer_idx: int | None = None,
         location_key: str | None = None,
     ) -> AdapterConfig | None:
-        """Return the config of an adapter, or the member of its union, that is of a type.
+        """Return the config of an adapter, or the first member of its union, that meets conditions.
 
         Args:
-            adapter_name: of the adapter.
-            config_type: class of the config.
+            adapter_name: the adapter.
+            config_type: the class of the config.
             layer_idx: number of a block that the config does not leave out; None for any.
-            location_key: a field that is not false; None for any.
+            location_key: a field that is set in the config; None for any.
 
         Returns:
-            The config, the first of several; None if the adapter is unknown, or has none.
+            The config; None if the adapter is unknown, or has no such config.
         """
         config = self.get(adapter_name)
-        found = [
-            member
-            for member in (() if config is None else config.members)
-            if isinstance(member, config_type)
-            and layer_idx not in member.get("leave_out", ())
-            and (location_key is None or member.get(location_key))
-        ]
-        return found[0] if found else None
+        for member in () if config is None else config.members:
+            is_there = layer_idx not in member.get("leave_out", ())
+            has_location = location_key is None or member.get(location_key)
+            if isinstance(member, config_type) and is_there and has_location:
+                return member
+        return None
 
 
 def _key(config: Config) -> str:

@@ -1,7 +1,7 @@
-"""Convert an adapter to a method whose adapters can make any change of a weight.
+"""Convert an adapter to a method that can express any change of a weight.
 
-The change ΔW of each weight is written as B A: with the factors of the method where it has them,
-else with those of a truncated SVD. A certificate says what the conversion changes.
+The change ΔW of each weight is written as B A, with the factors of the method if it has any, else
+with those of a truncated SVD. A certificate says what the conversion changes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Change(NamedTuple):
     """The change of one weight.
 
     Attributes:
-        path: of the module that holds it.
-        parameter: its name there; None for the weight of a layer.
+        path: the path of the module that holds the weight.
+        parameter: the weight's name there; None for the weight of a layer.
         value: `[*experts, d_out, d_in]`, in the widest dtype.
         factors: A and B with B A = value; None: not known.
     """
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of a change to keep; with both limits, the lower rank of the two.
+    """How much of a change to keep; of both limits, the one that gives the lower rank counts.
 
     Attributes:
         rank: the largest rank; None: not limited.
@@ -95,14 +95,14 @@ def convert(
     active: bool = False,
     inputs: Mapping[str, Any] | None = None,
 ) -> Certificate:
-    """Add the conversion of an adapter; the adapter does not change, unless it is replaced.
+    """Add the conversion of an adapter, which does not change unless the result replaces it.
 
     Args:
-        model: with adapters.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter.
         to: the method.
         size: how much of the changes to keep.
-        new_name: of the result; None: that of the adapter and of the method.
+        new_name: the name of the result; None: the names of the adapter and the method.
         overwrite_ok: whether an adapter of this name may be replaced.
         active: whether to activate the result as the only adapter.
         inputs: arguments of a call, to compare outputs; None: random ones.
@@ -133,16 +133,16 @@ def convert(
 def converted(
     model: AdaptedModel, name: str, form: Any, size: Size
 ) -> tuple[AdapterRecord, list[LayerReport]]:
-    """Return an adapter that is not in the model yet, with the changes of one that is.
+    """Return an adapter of another method with the changes of an adapter of the model.
 
     Args:
-        model: with adapters.
-        name: of the adapter that is there.
+        model: the model with the adapter.
+        name: the adapter.
         form: the config class of the other method.
         size: how much of the changes to keep.
 
     Returns:
-        The adapter, and the error of each layer.
+        The new adapter, which is not yet in the model, and the error of each layer.
 
     Raises:
         StateError: the adapter is more than a change of weights.
@@ -159,28 +159,26 @@ def refuse_other(model: AdaptedModel, name: str) -> None:
     """Refuse an adapter that does more than change weights of layers.
 
     Args:
-        model: with the adapter.
-        name: of the adapter.
+        model: the model with the adapter.
+        name: the adapter.
 
     Raises:
         StateError: it does.
     """
     if copies.tables_of(model, name):
-        raise StateError(f"{name!r} has trained embeddings, no change of a weight. Keep it.")
+        raise StateError(f"{name!r} has trained embeddings, which would be lost. Keep it as it is.")
     for path, adapter in modules_of(model, name):
         parts = (part for part in adapter.modules() if isinstance(part, Adapter))
         for part in parts if path else ():
             is_change = isinstance(part, WeightAdapter | ExpertAdapters)
             keeps = isinstance(part, WeightAdapter) and part.keeps_weight
             if not is_change or part.stands_alone or keeps:
-                raise StateError(
-                    f"{name!r} has a {type(part).__name__} adapter at {path!r}, which is not a "
-                    f"change of a weight and would be lost. Keep the adapter as it is."
-                )
+                what = f"{name!r} has a {type(part).__name__} at {path!r}"
+                raise StateError(f"{what}, which is not a change of a weight. Keep it as it is.")
 
 
 def _changes(model: AdaptedModel, modules: Iterable[tuple[str, Adapter]]) -> Iterator[Change]:
-    """Yield the changes that adapters make at the layers of the paths before them."""
+    """Yield the changes that adapters, given with the paths of their layers, make there."""
     for path, adapter in modules:
         # shared modules do not change a weight themselves
         if not path:
@@ -203,8 +201,8 @@ def with_changes(
     """Return the new adapter, which is not yet in the model, and the report of each weight.
 
     Args:
-        model: with adapters.
-        config: of the new adapter, with any ranks.
+        model: the model that the adapter is for.
+        config: the config of the new adapter, with any ranks.
         changes: returns the changes of the weights at its sites; called twice.
         size: how much of them to keep.
     """
@@ -213,18 +211,18 @@ def with_changes(
     for placement in config.placements(model.anatomy):
         site = placement.site
         sites.setdefault(_key(site), []).append(site)
-        # factors of no change, where the adapter has none
+        # factors of no change, where the old adapter makes none
         a, b = torch.zeros(*site.lead, 0, site.d_in), torch.zeros(*site.lead, site.d_out, 0)
         kept[*_key(site), site.output_slice] = Truncated(a, b, is_exact=True)
     for key, beside in sites.items():
-        # an adapter of the whole weight takes the change, not those of its parts beside it
+        # an adapter of the whole weight takes the change, not those of parts of the same weight
         sites[key] = [site for site in beside if site.output_slice is None] or beside
     dtype = compute_dtype(config.dtype_at(dtype_of(model)))
     ranks: dict[str, int] = {}
     for change in changes():
         for site in sites[change.path, change.parameter]:
             value, factors = _part(change, site.output_slice)
-            # noise of a float64 SVD, and what the new factors cannot resolve
+            # the noise of a float64 SVD, and differences too small for the new factors
             precision = max(torch.finfo(dtype).eps, max(value.shape) * torch.finfo(value.dtype).eps)
             found = truncated(value, factors, *size, precision)
             kept[change.path, change.parameter, site.output_slice] = found
@@ -272,7 +270,7 @@ def _part(
 def _leaves(
     adapter: Adapter,
 ) -> Iterator[tuple[str | None, OutputSlice | None, FactoredAdapter]]:
-    """Yield the adapters of one place: the parameter, the part of its features, the adapter."""
+    """Yield (parameter, part of its features, adapter) for each adapter of one place."""
     if isinstance(adapter, ExpertAdapters):
         for parameter, parts in adapter._modules.items():
             for _, features, leaf in _leaves(cast("Adapter", parts)):
@@ -290,11 +288,11 @@ _TOKENS, _SAMPLES, _SEED = 16, 4000, 0
 def outputs(
     model: AdaptedModel, adapter: str | None, head: str | None, inputs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return all tensors of numbers that a call returns, but the loss, in evaluation mode.
+    """Return the floating-point tensors, except the loss, that a call in evaluation mode returns.
 
     Args:
-        model: with adapters.
-        adapter: the only one that acts; None: none does.
+        model: the model with adapters.
+        adapter: the only adapter that acts; None: none does.
         head: the head to use; None: the active one.
         inputs: arguments of the call.
     """
@@ -304,7 +302,7 @@ def outputs(
 
 
 def plain_outputs(model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
-    """Return all tensors of numbers that a call returns, as the model is set.
+    """Return the floating-point tensors, except the loss, of a call with the active adapters.
 
     Args:
         model: any model of transformers.
@@ -329,13 +327,13 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the same random inputs each time: one row of tokens, one image, or one sound.
+    """Return the same random inputs each time: one row of tokens, one image, or one sound clip.
 
     Raises:
-        ConfigError: the model reads something else, or more.
+        ConfigError: the model needs other inputs, or more.
     """
     called = cast("Any", model)
-    # modules that are not of transformers do not say what they read
+    # modules that are not of transformers do not name their input
     main = getattr(called, "main_input_name", "input")
     source = torch.Generator("cpu").manual_seed(_SEED)
     found = _drawn(called, main, token_table(model), source)
@@ -344,7 +342,7 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
             raise ValueError(f"it reads {main}")
         given = {k: v.to(called.dtype) if v.is_floating_point() else v for k, v in found.items()}
         outputs(model, None, None, given)
-    # a model that reads more raises errors of any kind
+    # a model that needs more inputs raises errors of any kind
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason, inputs = " ".join(str(error).split())[:200], f"inputs={{{main!r}: …}}"
         call = in_python(inputs, f"in Python: model.convert_adapter(…, {inputs})")
@@ -358,7 +356,7 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
 def _drawn(
     model: Any, main: str, table: torch.nn.Embedding | None, source: torch.Generator
 ) -> dict[str, Tensor] | None:
-    """Return random inputs, if the config has their sizes."""
+    """Return random inputs; None if the config does not give their sizes."""
     config = config_of(model)
     noise = functools.partial(torch.randn, generator=source, device="cpu")
     if main == "input_ids" and table is not None:

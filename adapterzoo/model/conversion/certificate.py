@@ -16,8 +16,8 @@ class LayerReport:
     """The conversion of one weight.
 
     Attributes:
-        path: of the layer, with its parameter and the role of its part where it has several.
-        rank: of the new change.
+        path: the path of the layer, with its parameter and the role of its part if it has several.
+        rank: the rank of the new change.
         norm: ‖ΔW‖, the Frobenius norm of the change.
         error: ‖ΔW − ΔW'‖ with the new change ΔW' as it is stored.
         is_exact: whether ΔW' equals ΔW by algebra, up to rounding; otherwise it is an SVD.
@@ -41,10 +41,10 @@ class Certificate:
 
     Attributes:
         adapter: name of the new adapter.
-        method: of the adapter that was converted.
-        to: method of the new one.
+        method: the method of the adapter that was converted.
+        to: the method of the new one.
         layers: one report for each weight, in model order.
-        inputs: those of the model: "given" or "random".
+        inputs: the inputs on which outputs were compared: "given" or "random".
         output_difference: the largest difference of an output, such as the logits, between the
             two adapters on these inputs.
         output_change: the largest difference that the converted adapter makes to the base model.
