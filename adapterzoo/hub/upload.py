@@ -372,10 +372,15 @@ def _facts(
     found["size"] = f"{numbers}{size:,} bytes" + (" with its head" if head else "")
     if layers:
         found["layers"] = listing(layers, show=lambda path: f"`{path}`")
-    if label2id := (head.get("config") or head).get("label2id"):
-        labels = sorted(label2id, key=label2id.__getitem__)
+    if labels := _labels(head):
         found["labels"] = listing(labels, limit=20, show=str)
     return found
+
+
+def _labels(head: Mapping[str, Any]) -> list[str]:
+    """Return the labels of a head by their numbers."""
+    label2id = (head.get("config") or head).get("label2id") or {}
+    return sorted(label2id, key=label2id.__getitem__)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Sequence[int]]]:
