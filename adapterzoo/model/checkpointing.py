@@ -194,6 +194,9 @@ def found(
         source: "hf" for the Hub, "ah" for an old id; None: a local folder if there is one.
         asked: the arguments of the public method.
         options: other arguments of `hub.resolve`.
+
+    Raises:
+        FieldError: an option is not an argument of `hub.resolve`.
     """
     revision = one_of(version=version, revision=revision)
     # os.access first: unlike Path.is_dir, it does not raise if a name is too long

@@ -517,8 +517,14 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
         raise StateError(f"{error}. Write pip install 'adapterzoo[serve]'.") from error
     if not is_serve_available():
         raise StateError("openai or uvicorn is missing. Write pip install 'adapterzoo[serve]'.")
+    import psutil
     from jinja2 import TemplateError
     from transformers import ContinuousBatchingConfig
+
+    if served.model.device.type == "cpu":
+        # transformers takes 60 % of the machine's memory, also of what others use
+        memory = psutil.virtual_memory()
+        options = {"max_memory_percent": 0.6 * memory.available / memory.total, **options}
 
     class Manager(ModelManager):
         """Manager of a single model, which loads no other and unloads nothing."""

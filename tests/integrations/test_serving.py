@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 from waiting import until
 
 from adapterzoo import init
+from adapterzoo.serving import server
 
 pytestmark = MARKS
 
@@ -201,6 +202,19 @@ def test_adapters_of_experts_are_served_beside_others(tmp_path):
             assert list(pool.map(ask, every)) == [want for _, (_, want) in every]
     finally:
         server.stop()
+
+
+def test_on_a_cpu_the_cache_fits_into_what_is_free(tmp_path, monkeypatch):
+    memory = SimpleNamespace(total=2**34, available=2**30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    loaded = server.load(str(written(tmp_path)[0]), [])
+    _, requests = server.application(loaded)
+    try:
+        until(lambda: requests.batch_processor is not None)
+        size = requests.batch_processor.cache.cache_tensor.nbytes
+        assert 2**26 < size < 0.6 * memory.available
+    finally:
+        requests.stop(block=True)
 
 
 @pytest.mark.sweep
