@@ -70,13 +70,12 @@ class _Finder(MetaPathFinder):
         """Return the spec of a module that is patched once it is loaded."""
         if (patch := _patch_of(name)) is None:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = cast("Any", _Loader(spec.loader, patch))
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = cast("Any", _Loader(spec.loader, patch))
+        return spec
 
 
 class _Loader:
@@ -137,7 +136,7 @@ def _patch_trl(module: Any) -> None:
 
 
 def _wrap(owner: Any, name: str, patch: Callable[..., Any]) -> None:
-    """Let a function, class method or class of a host be the patch of it, once."""
+    """Replace a function, class method or class of a host by its patched version, once."""
     given = vars(owner).get(name)
     if given is None or "_unpatched" in vars(given):
         return
@@ -158,7 +157,7 @@ def _wrap(owner: Any, name: str, patch: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def _holding(owner: Any, **values: Any) -> Iterator[None]:
-    """Return a context in which an object has other attributes."""
+    """Return a context in which attributes of an object have other values."""
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}
     own.update(values)
@@ -745,10 +744,7 @@ def trl_has_a_reference(create: Any, /, *args: Any, **kwargs: Any) -> Any:
     if own is None:
         return create(*args, **kwargs)
     if getattr(trainer.args, "sync_ref_model", False):
-        raise ConfigError(
-            "sync_ref_model=True: the reference is not a separate model. Write "
-            "sync_ref_model=False."
-        )
+        raise ConfigError("the reference is not a separate model. Write sync_ref_model=False.")
     is_base = vars(trainer).get("_is_new_adapter", False)
     return _above("model.reference").Reference(own, is_base)
 
