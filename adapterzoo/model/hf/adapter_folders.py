@@ -56,10 +56,10 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     path, fingerprint = hub.pinned(path)
-    folder = _without_model(path, asked)
-    format = None if folder is None else formats.of(folder, "adapter")
-    if folder is None or format is None:
-        if folder is not None and (inner := formats.below(folder, "adapter")):
+    if (folder := _without_model(path, asked)) is None:
+        return None
+    if (format := formats.of(folder, "adapter")) is None:
+        if inner := formats.below(folder, "adapter"):
             raise CheckpointError(
                 f"{str(path)!r} holds {listing([each.name for each in inner])}. Write "
                 f"from_pretrained({str(inner[0])!r})."
@@ -152,9 +152,9 @@ def load(
     model = loaded[0] if options.get("output_loading_info") else loaded
     load_as = None if found.name is None else Path(found.name).name
     asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
-    dtype = model.dtype if asked else None
     model.load_adapter(
-        found.path, load_as=load_as, set_active=True, dtype=dtype, fingerprint=found.fingerprint,
+        found.path, load_as=load_as, set_active=True, fingerprint=found.fingerprint,
+        dtype=model.dtype if asked else None,
         # a class such as `BertModel` has no head
         with_head=model._has_named_heads or model._backbone is not model,
     )  # fmt: skip
