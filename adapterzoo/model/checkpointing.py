@@ -320,7 +320,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     """
     if not (found := formats.below(Path(folder), "adapter")):
         raise CheckpointError(
-            "no sub-folder has an adapter. Write the folder of save_all_adapters."
+            "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."
         )
     loads = [fitting(model, each, LoadOptions(with_head=with_head)) for each in found]
     names = [name for name, _ in loads]
