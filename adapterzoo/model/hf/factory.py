@@ -306,7 +306,7 @@ def _with_signature(
     asked = {} if generating is None else inspect.signature(generating.forward).parameters
     if "logits_to_keep" in asked:
         extra.append(own["head"].replace(name="logits_to_keep"))
-    extra.append(own["return_dict"])
+    extra += [own["return_dict"]] if "return_dict" not in theirs else []
     taken = {p.name for p in shown}
     parameters = [*shown, *(p for p in extra if p.name not in taken), own["kwargs"]]
 
