@@ -7,15 +7,12 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.errors import StateError, listing
-
-if TYPE_CHECKING:
-    from .batching import BatchingManager
 
 # --- A running Trainer: its optimizer holds the tensors that it was made with ---
 
@@ -137,12 +134,14 @@ def take_guard(stack: nn.Module) -> None:
 # --- transformers' continuous batching: requests in flight keep their adapters ---
 
 
-MANAGERS: weakref.WeakSet[BatchingManager] = weakref.WeakSet()
-"""The managers of models with adapters: changes of a model wait for their requests, or are refused
-where they would disturb them."""
+MANAGERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The managers, of `batching.BatchingManager`, of models with adapters.
+
+Changes of a model wait for their requests, or are refused where they would disturb them.
+"""
 
 
-def _managers_of(model: object) -> list[BatchingManager]:
+def _managers_of(model: object) -> list[Any]:
     return [manager for manager in list(MANAGERS) if manager.model is model]
 
 
