@@ -418,7 +418,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         row = add(name, kind, [p for p in found if id(p) not in ids], is_active)
         if labels := getattr(getattr(modules[0], "config", None), "id2label", None):
             row["labels"] = list(labels.values())
-    total = sum(map(sharding.size_of, base)) + sum(map(uncounted, model._backbone.modules()))
+    total = sum(map(sharding.size_of, base)) + _uncounted(model._backbone)
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in base)
@@ -440,6 +440,12 @@ def _heads(
         yield sharding.class_name(model), "head", own, not any(name in owners for name in active)
 
 
+def _uncounted(model: nn.Module) -> int:
+    """Return the number of weights in quantized layers that are not among the parameters."""
+    # adapters are never quantized, and have no sizes where ZeRO has partitioned them
+    return sum(map(uncounted, {layer for _, layer in plain_modules(model)}))
+
+
 def headline(model: AdaptedModel) -> str:
     """Return what a model has in one line: adapters, heads, and how much is trained."""
     known, plan, heads = model._adapter_state.records, model._active.plan, heads_of(model)
@@ -449,8 +455,8 @@ def headline(model: AdaptedModel) -> str:
         parts += [f"heads: {listing(heads)}" + (f", active {listing(own)}" if own else "")]
     every = [*cast("nn.Module", model).parameters()]
     trained = sum(sharding.size_of(p) for p in every if p.requires_grad)
-    packed = sum(map(uncounted, cast("nn.Module", model).modules()))
-    parts += [f"trained: {trained:,} of {sum(map(sharding.size_of, every)) + packed:,} parameters"]
+    total = sum(map(sharding.size_of, every)) + _uncounted(cast("nn.Module", model))
+    parts += [f"trained: {trained:,} of {total:,} parameters"]
     return "; ".join(parts)
 
 
