@@ -1,8 +1,10 @@
 """Patches of transformers, accelerate, DeepSpeed and TRL, for models with adapters.
 
 All patches are in this file. Each public function is one patch; its docstring gives the reason and
-the versions on which it was tested. `tests/integrations/test_hosts.py` shows for each patch what
-goes wrong in the plain host. Models without adapters of this library run in the plain host.
+the versions on which it was tested. A patch whose first argument is positional only takes the place
+of a host's function, which that argument is. `tests/integrations/test_hosts.py` shows for each
+patch what goes wrong in the plain host. Models without adapters of this library run in the plain
+host.
 
 `import adapterzoo` calls `watch`, which patches the modules of hosts that are loaded, and the
 others once they are. It imports no host, and nothing that imports torch.
@@ -13,10 +15,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -69,13 +70,12 @@ class _Finder(MetaPathFinder):
         """Return the spec of a module that is patched once it is loaded."""
         if (patch := _patch_of(name)) is None:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = cast("Any", _Loader(spec.loader, patch))
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = cast("Any", _Loader(spec.loader, patch))
+        return spec
 
 
 class _Loader:
@@ -135,13 +135,38 @@ def _patch_trl(module: Any) -> None:
             _wrap(cls, "__init__", trl_rounds_as_modules_do)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function or class of a host by its patched version, once."""
+def _wrap(owner: Any, name: str, patch: Callable[..., Any]) -> None:
+    """Replace a function, class method or class of a host by its patched version, once."""
     given = vars(owner).get(name)
-    if given is not None and "_unpatched" not in vars(given):
-        patched = wrapper(given)
-        patched._unpatched = given
-        setattr(owner, name, patched)
+    if given is None or "_unpatched" in vars(given):
+        return
+    if isinstance(given, type):
+        patched = patch(given)
+    else:
+        is_method = isinstance(given, classmethod)
+        function = given.__func__ if is_method else given
+
+        @functools.wraps(function)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            return patch(function, *args, **kwargs)
+
+        patched = classmethod(calling) if is_method else calling
+    patched._unpatched = given
+    setattr(owner, name, patched)
+
+
+@contextlib.contextmanager
+def _holding(owner: Any, **values: Any) -> Iterator[None]:
+    """Return a context in which attributes of an object have other values."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def _adapted(model: object) -> Any:
@@ -162,70 +187,33 @@ def _above(name: str) -> Any:
 # --- transformers ---
 
 
-def trainer_starts(init: Callable[..., None]) -> Callable[..., None]:
+def trainer_starts(init: Any, /, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
     """Let `Trainer` accept quantized models, and find the labels of named heads.
 
     It accepts a quantized model only with adapters of PEFT, and reads the names of labels from the
     signature of the model's class, which all heads share. Tested with transformers 5.24.
     """
-
-    @functools.wraps(init)
-    def patched(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        own = _adapted(model)
-        _unhide(own)
-        with trained_when_quantized(own):
-            init(self, model, *args, **kwargs)
-        own = _adapted(self.model)
-        if own is not None and self.args.label_names is None:
-            self.label_names = labels_of(own) or self.label_names
-
-    return patched
+    own = _adapted(model)
+    _unhide(own)
+    with contextlib.nullcontext() if own is None else _holding(own, is_quantized=False):
+        init(self, model, *args, **kwargs)
+    own = _adapted(self.model)
+    if own is not None and self.args.label_names is None:
+        heads = _above("model.heads.named").heads_by_name(own).values()
+        labels = [name for head in heads for name in head.config.label_names]
+        self.label_names = list(dict.fromkeys(labels)) or self.label_names
 
 
-@contextlib.contextmanager
-def trained_when_quantized(model: Any) -> Iterator[None]:
-    """Return a context in which a model with adapters does not report that it is quantized.
-
-    Args:
-        model: with adapters, or None.
-    """
-    is_quantized = getattr(model, "is_quantized", False)
-    if is_quantized:
-        model.is_quantized = False
-    try:
-        yield
-    finally:
-        if is_quantized:
-            model.is_quantized = True
-
-
-def labels_of(model: Any) -> list[str]:
-    """Return the label names of the active named heads; an empty list for a static head.
-
-    Args:
-        model: with adapters.
-    """
-    heads = _above("model.heads.named").heads_by_name(model)
-    return list(dict.fromkeys(n for head in heads.values() for n in head.config.label_names))
-
-
-def trainer_keeps_texts(make: Callable[..., Any]) -> Callable[..., Any]:
+def trainer_keeps_texts(make: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let batches of `Trainer` keep the strings of `adapter_names` and `task_ids`.
 
     Collators make tensors, and strings cannot become tensors. Tested with transformers 5.24.
     """
-
-    @functools.wraps(make)
-    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = self.data_collator
-        if _adapted(self.model) is not None:
-            self.data_collator = functools.partial(collated, given)
-        try:
-            return make(self, *args, **kwargs)
-        finally:
-            self.data_collator = given
-
-    return patched
+    collator = self.data_collator
+    if _adapted(self.model) is not None:
+        collator = functools.partial(collated, collator)
+    with _holding(self, data_collator=collator):
+        return make(self, *args, **kwargs)
 
 
 def collated(collator: Callable[[Any], Any], rows: Any) -> Any:
@@ -267,83 +255,68 @@ def _saves_alone(model: Any) -> bool:
     return is_ours and not hasattr(type(model), "_mixin") and _is_frozen(model)
 
 
-def trainer_gathers_adapters(save: Callable[..., None]) -> Callable[..., None]:
+def trainer_gathers_adapters(
+    save: Any, /, self: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
     """Let `Trainer` under FSDP2 and DeepSpeed save adapters and heads from all processes.
 
     It would gather the whole model for the first process, which fails for a 4-bit base model, or
     save nothing. Only FSDP1 can gather what it has wrapped. Tested with transformers 5.24.
     """
-
-    @functools.wraps(save)
-    def patched(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        is_fsdp1 = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1
-        if is_fsdp1 or not _saves_alone(_adapted(self.model)):
-            save(self, output_dir, _internal_call)
-            return
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    return patched
+    is_fsdp1 = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1
+    if is_fsdp1 or not _saves_alone(_adapted(self.model)):
+        save(self, output_dir, _internal_call)
+        return
+    self._save(output_dir)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def trainer_saves_adapters(save: Callable[..., None]) -> Callable[..., None]:
+def trainer_saves_adapters(
+    save: Any, /, self: Any, output_dir: str | None = None, state_dict: Any = None
+) -> None:
     """Let `Trainer` save only adapters and heads, as it does for models of PEFT.
 
     It would save the whole model in each checkpoint. A reference of `trl_has_a_reference` is saved
     too. Tested with transformers 5.24.
     """
-
-    @functools.wraps(save)
-    def patched(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        own, folder = _adapted(self.model), Path(output_dir or self.args.output_dir)
-        is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
-        if is_step and self.args.should_save and (reference := _reference(self)) is not None:
-            reference.save(folder)
-        if state_dict is not None or not _saves_alone(own):
-            save(self, output_dir, state_dict)
-            return
-        if self.args.should_save or _above("model.sharding").groups_of(own):
-            # all processes gather the shards, and the first one writes
-            _above("model.training_checkpoints").save_trained(own, folder)
-        # `Trainer` still saves the tokenizer and the arguments
-        vars(own)["save_pretrained"] = lambda *_, **__: None
-        try:
-            save(self, output_dir, state_dict)
-        finally:
-            del vars(own)["save_pretrained"]
-
-    return patched
+    own, folder = _adapted(self.model), Path(output_dir or self.args.output_dir)
+    is_step = re.fullmatch(r"checkpoint-\d+", folder.name) is not None
+    if is_step and self.args.should_save and (reference := _reference(self)) is not None:
+        reference.save(folder)
+    if state_dict is not None or not _saves_alone(own):
+        save(self, output_dir, state_dict)
+        return
+    if self.args.should_save or _above("model.sharding").groups_of(own):
+        # all processes gather the shards, and the first one writes
+        _above("model.training_checkpoints").save_trained(own, folder)
+    # `Trainer` still saves the tokenizer and the arguments
+    with _holding(own, save_pretrained=lambda *_, **__: None):
+        save(self, output_dir, state_dict)
 
 
-def trainer_saves_no_base(save: Callable[..., None]) -> Callable[..., None]:
+def trainer_saves_no_base(
+    save: Any, /, plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any
+) -> None:
     """Let `Trainer` under FSDP2 not write the files of the whole model that it would resume from.
 
     `trainer_saves_adapters` has saved the trained parameters. Tested with transformers 5.24.
     """
-
-    @functools.wraps(save)
-    def patched(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if plugin.fsdp_version == 1 or not _saves_alone(_adapted(model)):
-            save(plugin, accelerator, model, *args, **kwargs)
-
-    return patched
+    if plugin.fsdp_version == 1 or not _saves_alone(_adapted(model)):
+        save(plugin, accelerator, model, *args, **kwargs)
 
 
-def trainer_resumes_adapters(load: Callable[..., None]) -> Callable[..., None]:
+def trainer_resumes_adapters(
+    load: Any, /, self: Any, resume_from_checkpoint: str, model: Any = None
+) -> None:
     """Let `Trainer` resume from a checkpoint without the base model.
 
     It looks for files of whole models and of PEFT. Tested with transformers 5.24.
     """
-
-    @functools.wraps(load)
-    def patched(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        if (reference := _reference(self)) is not None:
-            reference.load(Path(resume_from_checkpoint))
-        if not _restored(self.model, resume_from_checkpoint):
-            load(self, resume_from_checkpoint, model)
-
-    return patched
+    if (reference := _reference(self)) is not None:
+        reference.load(Path(resume_from_checkpoint))
+    if not _restored(self.model, resume_from_checkpoint):
+        load(self, resume_from_checkpoint, model)
 
 
 def _reference(trainer: Any) -> Any:
@@ -357,19 +330,14 @@ def _is_reference(model: object) -> bool:
     return module is not None and isinstance(model, module.Reference)
 
 
-def trainer_loads_the_best_adapters(load: Callable[..., None]) -> Callable[..., None]:
+def trainer_loads_the_best_adapters(load: Any, /, self: Any) -> None:
     """Let `Trainer` load the best model from a checkpoint without the base model.
 
     It looks for files of whole models and of PEFT, and only warns if there are none. Tested with
     transformers 5.5 to 5.24.
     """
-
-    @functools.wraps(load)
-    def patched(self: Any) -> None:
-        if not _restored(self.model, self.state.best_model_checkpoint):
-            load(self)
-
-    return patched
+    if not _restored(self.model, self.state.best_model_checkpoint):
+        load(self)
 
 
 def _restored(model: object, folder: str) -> bool:
@@ -412,42 +380,34 @@ def accelerator_states() -> tuple[Any, ...]:
 _STEP = "global_step*"
 
 
-def trainer_saves_no_base_of_deepspeed(save: Callable[..., None]) -> Callable[..., None]:
+def trainer_saves_no_base_of_deepspeed(save: Any, /, self: Any, output_dir: str) -> None:
     """Let `Trainer` under DeepSpeed save only trained parameters, as for models of PEFT.
 
     DeepSpeed cannot load a whole 4-bit model again when it resumes, and leaves out a tied parameter
     only under the first of its names. Tested with DeepSpeed 0.19.8 and transformers 5.24.
     """
+    if not (self.is_deepspeed_enabled and _is_frozen(_adapted(self.model))):
+        save(self, output_dir)
+        return
+    engine = self.model_wrapped
+    state = engine.module_state_dict
 
-    @functools.wraps(save)
-    def patched(self: Any, output_dir: str) -> None:
-        if not (self.is_deepspeed_enabled and _is_frozen(_adapted(self.model))):
-            save(self, output_dir)
-            return
-        engine = self.model_wrapped
-        state = engine.module_state_dict
+    def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        every = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in every if not parameter.requires_grad}
+        # the keys of a packed weight's scales start with its name
+        below = tuple(f"{name}." for name in frozen)
+        tensors = state(*args, **kwargs)
+        return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
 
-        def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            every = engine.module.named_parameters(remove_duplicate=False)
-            frozen = {name for name, parameter in every if not parameter.requires_grad}
-            # the keys of a packed weight's scales start with its name
-            below = tuple(f"{name}." for name in frozen)
-            tensors = state(*args, **kwargs)
-            return {k: t for k, t in tensors.items() if k not in frozen and not k.startswith(below)}
-
-        engine.module_state_dict = trained
-        engine.save_checkpoint = functools.partial(
-            engine.save_checkpoint, exclude_frozen_parameters=True
-        )
-        try:
-            save(self, output_dir)
-        finally:
-            del engine.save_checkpoint, engine.module_state_dict
-
-    return patched
+    write = functools.partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+    with _holding(engine, module_state_dict=trained, save_checkpoint=write):
+        save(self, output_dir)
 
 
-def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..., None]:
+def trainer_loads_no_base_of_deepspeed(
+    load: Any, /, engine: Any, folder: str, load_module_strict: bool = True
+) -> None:
     """Let `Trainer` under DeepSpeed resume from files of `trainer_saves_no_base_of_deepspeed`.
 
     It loads with `strict=True`. Without it, DeepSpeed ignores an adapter that the checkpoint lacks,
@@ -457,43 +417,33 @@ def trainer_loads_no_base_of_deepspeed(load: Callable[..., None]) -> Callable[..
     Raises:
         CheckpointError: when it resumes from a checkpoint of another engine.
     """
-
-    @functools.wraps(load)
-    def patched(engine: Any, folder: str, load_module_strict: bool = True) -> None:
-        own = _adapted(engine.module)
-        if not _is_frozen(own):
-            load(engine, folder, load_module_strict=load_module_strict)
-            return
-        if not any(Path(folder).glob(_STEP)):
-            raise CheckpointError(
-                f"{folder!r} was not saved under DeepSpeed, which cannot read its optimizer. "
-                "Write deepspeed=None, or load_adapter(…) and train without resuming."
-            )
-        _restored(own, folder)
-        load(engine, folder, load_module_strict=False)
-
-    return patched
+    own = _adapted(engine.module)
+    if not _is_frozen(own):
+        load(engine, folder, load_module_strict=load_module_strict)
+        return
+    if not any(Path(folder).glob(_STEP)):
+        raise CheckpointError(
+            f"{folder!r} was not saved under DeepSpeed, which cannot read its optimizer. "
+            "Write deepspeed=None, or load_adapter(…) and train without resuming."
+        )
+    _restored(own, folder)
+    load(engine, folder, load_module_strict=False)
 
 
-def deepspeed_gets_one_dtype(init: Callable[..., Any]) -> Callable[..., Any]:
+def deepspeed_gets_one_dtype(init: Any, /, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Let DeepSpeed train parameters of several dtypes, such as DoRA's in half precision.
 
     It stores them in one flat tensor: stage 2 widens them, but not their inputs, and stage 3 raises
     an error. An engine that computes in half precision rounds all of them afterwards. Tested with
     DeepSpeed 0.19.8 and transformers 5.24.
     """
-
-    @functools.wraps(init)
-    def patched(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        own = _adapted(trainer.model)
-        trained = [p for p in own.parameters() if p.requires_grad] if own is not None else []
-        # an earlier engine has partitioned them
-        if len({p.dtype for p in trained}) > 1 and not any(hasattr(p, "ds_id") for p in trained):
-            for parameter in trained:
-                parameter.data = parameter.data.float()
-        return init(trainer, *args, **kwargs)
-
-    return patched
+    own = _adapted(trainer.model)
+    trained = [p for p in own.parameters() if p.requires_grad] if own is not None else []
+    # an earlier engine has partitioned them
+    if len({p.dtype for p in trained}) > 1 and not any(hasattr(p, "ds_id") for p in trained):
+        for parameter in trained:
+            parameter.data = parameter.data.float()
+    return init(trainer, *args, **kwargs)
 
 
 def refuse_deepspeed(folder: Path) -> None:
@@ -540,126 +490,103 @@ def _adapter_in(path: object, options: Mapping[str, Any]) -> Any:
     return _above("model.hf.adapter_folders").find(path, asked)
 
 
-def _is_adapted(config: object) -> bool:
+def _is_adapted(config: Any) -> bool:
     """Return whether a config is of a model that was saved with adapters of this library."""
-    if isinstance(config, Mapping):
-        entry = config.get("adapters")
-    else:
-        entry = getattr(config, "adapters", None)
+    is_dict = isinstance(config, Mapping)
+    entry = config.get("adapters") if is_dict else getattr(config, "adapters", None)
     return isinstance(entry, Mapping) and "format" in entry
 
 
-def transformers_reads_only_files_of_peft(search: Callable[..., Any]) -> Callable[..., Any]:
+def transformers_reads_only_files_of_peft(
+    search: Any, /, model_id: Any, *args: Any, **options: Any
+) -> Any:
     """Let transformers find an `adapter_config.json` only if PEFT can read it.
 
     It takes each for PEFT's, and fails with a `KeyError`. PEFT does not know `name@fingerprint`.
     Tested with transformers 5.24.
     """
-
-    @functools.wraps(search)
-    def patched(model_id: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(model_id, (str, Path)) and _above("hub").pinned(model_id)[1] is not None:
-            return None
-        found = search(model_id, *args, **options)
-        return found if found is not None and _is_of_peft_format(Path(found)) else None
-
-    return patched
+    if isinstance(model_id, (str, Path)) and _above("hub").pinned(model_id)[1] is not None:
+        return None
+    found = search(model_id, *args, **options)
+    return found if found is not None and _above("formats.peft").is_config(Path(found)) else None
 
 
 # whether a tokenizer or processor is being loaded in this thread, which asks for its own config
 _ASKS: ContextVar[bool] = ContextVar("_ASKS", default=False)
 
 
-def transformers_takes_files_of_the_base(given: Any) -> Any:
+def transformers_takes_files_of_the_base(
+    load: Any, /, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **options: Any
+) -> Any:
     """Let the config, tokenizer or processor at the path of an adapter be its base model's.
 
     Files beside the adapter take precedence. The config has the labels of the adapter's head.
     Tested with transformers 5.24.
-
-    Args:
-        given: the class method `from_pretrained` of `AutoConfig`, `AutoTokenizer` and the like.
     """
-    load = given.__func__
-
-    @functools.wraps(load)
-    def patched(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
-        inside, is_config = _ASKS.get(), cls.__name__ == "AutoConfig"
-        outer = _ASKS.set(True)
-        try:
-            return load(cls, path, *args, **options)
-        except (OSError, ValueError):
-            found = None if inside else _adapter_in(path, options)
-            if found is None:
-                raise
-        finally:
-            _ASKS.reset(outer)
-        labels = _above("model.hf.adapter_folders").labels_in(found.path) if is_config else {}
-        own = labels | {**options, "revision": found.base.revision}
-        return load(cls, found.base.name, *args, **own)
-
-    return classmethod(patched)
+    inside, outer = _ASKS.get(), _ASKS.set(True)
+    try:
+        return load(cls, pretrained_model_name_or_path, *args, **options)
+    except (OSError, ValueError):
+        found = None if inside else _adapter_in(pretrained_model_name_or_path, options)
+        if found is None:
+            raise
+    finally:
+        _ASKS.reset(outer)
+    is_config = cls.__name__ == "AutoConfig"
+    labels = _above("model.hf.adapter_folders").labels_in(found.path) if is_config else {}
+    own = labels | {**options, "revision": found.base.revision}
+    return load(cls, found.base.name, *args, **own)
 
 
-def transformers_loads_adapters(given: Any) -> Any:
+def transformers_loads_adapters(
+    load: Any, /, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **options: Any
+) -> Any:
     """Let `from_pretrained` of transformers' classes load adapters too, as `load_model` does.
 
     It ignores the adapters of a saved model, and finds no model in the folder of an adapter. PEFT,
     if it is installed, loads adapters in its own format. Tested with transformers 5.24.
-
-    Args:
-        given: the class method.
     """
-    load = given.__func__
-
-    @functools.wraps(load)
-    def patched(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
-        if path is None or hasattr(cls, "adapters_config"):
+    path = pretrained_model_name_or_path
+    if path is None or hasattr(cls, "adapters_config"):
+        return load(cls, path, *args, **options)
+    config, found = options.get("config"), None
+    if config is None:
+        hub = {key: options[key] for key in _HUB if key in options}
+        # there is none in the folder of an adapter, or of a GGUF file
+        with contextlib.suppress(OSError):
+            config, _ = cls.config_class.get_config_dict(path, **hub)
+    if not _is_adapted(config):
+        try:
             return load(cls, path, *args, **options)
-        config, found = options.get("config"), None
-        if config is None:
-            hub = {key: options[key] for key in _HUB if key in options}
-            # there is none in the folder of an adapter, or of a GGUF file
-            with contextlib.suppress(OSError):
-                config, _ = cls.config_class.get_config_dict(path, **hub)
-        if not _is_adapted(config):
-            try:
-                return load(cls, path, *args, **options)
-            except OSError:
-                if (found := _adapter_in(path, options)) is None:
-                    raise
-        load_model = functools.partial(_above("model.hf.factory").load_model, model_class=cls)
-        if found is None:
-            return load_model(path, **options)
-        options.pop("adapter_kwargs", None)
-        return _above("model.hf.adapter_folders").load(
-            found, load_model, options, has_one_head=True
-        )
-
-    return classmethod(patched)
+        except OSError:
+            if (found := _adapter_in(path, options)) is None:
+                raise
+    load_model = functools.partial(_above("model.hf.factory").load_model, model_class=cls)
+    if found is None:
+        return load_model(path, **options)
+    options.pop("adapter_kwargs", None)
+    return _above("model.hf.adapter_folders").load(found, load_model, options, has_one_head=True)
 
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-def transformers_loads_heads(load: Callable[..., Any]) -> Callable[..., Any]:
+def transformers_loads_heads(
+    load: Any, /, model: Any, config: Any, model_classes: Any = None, **options: Any
+) -> Any:
     """Let a pipeline load adapters with their heads: it gets a model of `AutoAdapterModel`.
 
     A class of transformers lacks heads by name. PEFT, if it is installed, loads adapters in its own
     format. Tested with transformers 5.24.
     """
-
-    @functools.wraps(load)
-    def patched(model: Any, config: Any, model_classes: Any = None, **options: Any) -> Any:
-        if not isinstance(model, str) or not _is_left_to_us(model, config, options):
-            return load(model, config, model_classes=model_classes, **options)
-        own = {k: v for k, v in options.items() if k not in ("task", "code_revision")}
-        loaded = _above("auto").AutoAdapterModel.from_pretrained(model, **own)
-        if [cls.__name__ for cls in model_classes or ()] == ["AutoModel"]:
-            # of features, not of logits
-            loaded.active_head = None
-        return loaded
-
-    return patched
+    if not isinstance(model, str) or not _is_left_to_us(model, config, options):
+        return load(model, config, model_classes=model_classes, **options)
+    own = {k: v for k, v in options.items() if k not in ("task", "code_revision")}
+    loaded = _above("auto").AutoAdapterModel.from_pretrained(model, **own)
+    if [cls.__name__ for cls in model_classes or ()] == ["AutoModel"]:
+        # of features, not of logits
+        loaded.active_head = None
+    return loaded
 
 
 def _is_left_to_us(path: str, config: object, options: Mapping[str, Any]) -> bool:
@@ -669,12 +596,7 @@ def _is_left_to_us(path: str, config: object, options: Mapping[str, Any]) -> boo
     if (Path(path) / "config.json").is_file() or (found := _adapter_in(path, options)) is None:
         return False
     has_peft = importlib.import_module("transformers.utils").is_peft_available()
-    return not (has_peft and _is_of_peft_format(found.path / "adapter_config.json"))
-
-
-def _is_of_peft_format(file: Path) -> bool:
-    # the native format can do without this file
-    return file.is_file() and "peft_type" in json.loads(file.read_text("utf-8"))
+    return not (has_peft and _above("formats.peft").is_config(found.path / "adapter_config.json"))
 
 
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---
@@ -786,7 +708,7 @@ def trl_knows_configs(given: type) -> type:
     return Patched(given.__name__, (), {"__doc__": given.__doc__, "__module__": given.__module__})
 
 
-def trl_adds_adapters(get: Callable[..., Any]) -> Callable[..., Any]:
+def trl_adds_adapters(get: Any, /, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Let `peft_config=…` of this library add its adapter, not PEFT's layers.
 
     A config of `adapterzoo.peft` gives a model of `adapterzoo.peft`; others give a model of
@@ -795,29 +717,24 @@ def trl_adds_adapters(get: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         StateError: when a trainer is made; the model already has adapters.
     """
-
-    @functools.wraps(get)
-    def patched(model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_config(peft_config):
-            return get(model, peft_config, *args, **kwargs)
-        if _adapted(model) is not None:
-            raise StateError("the model has adapters already. Leave peft_config out.")
-        if _is_of_peft(peft_config):
-            made = _above("compat.peft.model").get_peft_model(model, peft_config, *args, **kwargs)
-        else:
-            made = _above("model").init(model)
-            made.add_adapter("default", peft_config, **kwargs)
-            made.train_adapter("default")
-        if (trainer := _MADE.get()) is not None:
-            trainer._is_new_adapter = True
-            if vars(trainer).get("_rounds_by_name"):
-                _hide(made)
-        return made
-
-    return patched
+    if not _is_config(peft_config):
+        return get(model, peft_config, *args, **kwargs)
+    if _adapted(model) is not None:
+        raise StateError("the model has adapters already. Leave peft_config out.")
+    if _is_of_peft(peft_config):
+        made = _above("compat.peft.model").get_peft_model(model, peft_config, *args, **kwargs)
+    else:
+        made = _above("model").init(model)
+        made.add_adapter("default", peft_config, **kwargs)
+        made.train_adapter("default")
+    if (trainer := _MADE.get()) is not None:
+        trainer._is_new_adapter = True
+        if vars(trainer).get("_rounds_by_name"):
+            _hide(made)
+    return made
 
 
-def trl_has_a_reference(create: Callable[..., Any]) -> Callable[..., Any]:
+def trl_has_a_reference(create: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Let the reference of a model with adapters be the model as it was when the trainer was made.
 
     TRL loads the base model a second time, by the name in its config, and compares even an adapter
@@ -827,50 +744,37 @@ def trl_has_a_reference(create: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ConfigError: when a trainer is made with `sync_ref_model=True`.
     """
-
-    @functools.wraps(create)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        trainer = _MADE.get()
-        own = _adapted(vars(trainer).get("model")) if trainer is not None else None
-        if own is None:
-            return create(*args, **kwargs)
-        if getattr(trainer.args, "sync_ref_model", False):
-            raise ConfigError(
-                "sync_ref_model=True: the reference is not a separate model. Write "
-                "sync_ref_model=False."
-            )
-        is_base = vars(trainer).get("_is_new_adapter", False)
-        return _above("model.reference").Reference(own, is_base)
-
-    return patched
+    trainer = _MADE.get()
+    own = _adapted(vars(trainer).get("model")) if trainer is not None else None
+    if own is None:
+        return create(*args, **kwargs)
+    if getattr(trainer.args, "sync_ref_model", False):
+        raise ConfigError("the reference is not a separate model. Write sync_ref_model=False.")
+    is_base = vars(trainer).get("_is_new_adapter", False)
+    return _above("model.reference").Reference(own, is_base)
 
 
-def trl_leaves_out_no_layer(add: Callable[..., None]) -> Callable[..., None]:
+def trl_leaves_out_no_layer(add: Any, /, model: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse models whose logits TRL's fused head would compute wrongly.
 
     The fused head multiplies hidden states by the weight of `get_output_embeddings()`, and calls
     neither this layer nor the model's head. Tested with TRL 1.16.
     """
+    # a reference calls the policy, which already has a fused head
+    if _is_reference(model):
+        return
+    add(model, *args, **kwargs)
+    if _adapted(model) is None:
+        return
+    fused = model.forward
 
-    @functools.wraps(add)
-    def patched(model: Any, *args: Any, **kwargs: Any) -> None:
-        # a reference calls the policy, which already has a fused head
-        if _is_reference(model):
-            return
-        add(model, *args, **kwargs)
-        if _adapted(model) is None:
-            return
-        fused = model.forward
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if fused_lm_head:
+            _refuse_fused(self)
+        return fused(*args, fused_lm_head=fused_lm_head, **kwargs)
 
-        @functools.wraps(type(model).forward)
-        def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-            if fused_lm_head:
-                _refuse_fused(self)
-            return fused(*args, fused_lm_head=fused_lm_head, **kwargs)
-
-        model.forward = MethodType(forward, model)
-
-    return patched
+    model.forward = MethodType(forward, model)
 
 
 def _refuse_fused(model: Any) -> None:
@@ -895,29 +799,24 @@ def _refuse_fused(model: Any) -> None:
         )
 
 
-def trl_rounds_as_modules_do(init: Callable[..., None]) -> Callable[..., None]:
+def trl_rounds_as_modules_do(init: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
     """Let TRL round trained parameters over a quantized base as their modules do.
 
     TRL rounds all of them to bfloat16, except those named like PEFT's magnitudes (trl#7268). But a
     rounded magnitude of DoRA no longer equals the norm, and steps smaller than its last digit are
     lost. Tested with TRL 1.16.
     """
-    is_by_name = "lora_magnitude_vector" in init.__code__.co_consts
-
-    @functools.wraps(init)
-    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
-        own = _adapted(kwargs.get("model", args[0] if args else None))
-        if is_by_name:
-            self._rounds_by_name = True
-            _hide(own)
-        token = _MADE.set(self)
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            _MADE.reset(token)
-            _unhide(own)
-
-    return patched
+    own = _adapted(kwargs.get("model", args[0] if args else None))
+    # a release that rounds by name
+    if "lora_magnitude_vector" in init.__code__.co_consts:
+        self._rounds_by_name = True
+        _hide(own)
+    token = _MADE.set(self)
+    try:
+        init(self, *args, **kwargs)
+    finally:
+        _MADE.reset(token)
+        _unhide(own)
 
 
 def _hide(model: Any) -> None:
@@ -947,22 +846,17 @@ def _unhide(model: Any) -> None:
         parameter.requires_grad_(True)
 
 
-def trl_sends_merged_weights(send: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
+def trl_sends_merged_weights(send: Any, /, self: Any) -> Iterator[Any]:
     """Send vLLM the weights of the plain model, with the active adapters merged.
 
     TRL sends all parameters under their names in the model. For models of PEFT it merges the
     adapters, leaves out their parameters and renames the others; here, merging in place would
     change what a running Trainer trains. Tested with TRL 1.16.
     """
-
-    @functools.wraps(send)
-    def patched(self: Any) -> Iterator[Any]:
-        own = _adapted(self.model)
-        if own is None:
-            yield from send(self)
-            return
-        with _above("model.merging").merged(own):
-            for name, tensor in _above("model.heads.plain").weights(own):
-                yield name, tensor.detach()
-
-    return patched
+    own = _adapted(self.model)
+    if own is None:
+        yield from send(self)
+        return
+    with _above("model.merging").merged(own):
+        for name, tensor in _above("model.heads.plain").weights(own):
+            yield name, tensor.detach()

@@ -115,14 +115,21 @@ def is_part(tensor: object) -> bool:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor; for a DTensor, detached and by a collective call."""
-    return cast("Tensor", cast("Any", tensor.detach()).full_tensor()) if is_part(tensor) else tensor
+    if not is_part(tensor):
+        return tensor
+    # CPUOffloadPolicy keeps the shards where the process group may not reach them
+    part = cast("Any", tensor.detach())
+    return cast("Tensor", part.to(part.device_mesh.device_type).full_tensor())
+
+
+def part_of(value: Tensor, like: Any) -> Any:
+    """Return this process's part of a tensor that all processes have, without communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = like.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
 
 
 def write(target: Tensor, value: Tensor) -> None:
     """Write a whole value to a tensor of which this process may have only a part."""
-    if is_part(target):
-        from torch.distributed.tensor import distribute_tensor
-
-        own: Any = target
-        value = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
-    target.copy_(value)
+    target.copy_(part_of(value, target) if is_part(target) else value)

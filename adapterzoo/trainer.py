@@ -6,8 +6,8 @@ A checkpoint holds adapters, heads and the training state, but not the base mode
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer import (
-    OPTIMIZER_NAME,
-    SCHEDULER_NAME,
-    TRAINING_ARGS_NAME,
-)
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from . import hosts
 from .anatomy import unwrapped
@@ -27,23 +23,12 @@ from .composition import fusions_of
 from .errors import ConfigError, StateError, listing, naming
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, set_rates
-from .model import sharding
+from .model import sharding, training_checkpoints
 from .model.heads import named
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
 from .model.report.callback import ReportCallback
-from .model.state import (
-    own_parameters_of,
-)
-from .model.training_checkpoints import (
-    Part,
-    has_frozen_matrix,
-    refuse_another,
-    restore_trained,
-    save_trained,
-    state_of,
-    whole_checkpoints,
-)
+from .model.state import own_parameters_of
 from .names import one_of
 
 # outputs of base models other than the scores of a head
@@ -109,13 +94,20 @@ class AdapterTrainer(Trainer):
             **kwargs: other arguments of `Trainer`.
 
         Raises:
-            ConfigError: `tokenizer` and `processing_class` are two different objects.
+            ConfigError: `tokenizer` and `processing_class` are two different objects, or an
+                argument for LoRA+ would have no effect.
             StateError: the model has no adapters, or none is active.
         """
         processing_class = one_of(tokenizer=tokenizer, processing_class=processing_class)
         self._adapter_names = adapter_names
-        own = kwargs.get("optimizers") or ()
-        self._rates = _asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
+        self._ratio, self._embedding_rate = loraplus_lr_ratio, loraplus_lr_embedding
+        if loraplus_lr_ratio is None and loraplus_lr_embedding != EMBEDDING_RATE:
+            raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
+        if loraplus_lr_ratio is not None and any(kwargs.get("optimizers") or ()):
+            raise ConfigError(
+                "loraplus_lr_ratio and optimizers: write "
+                "optimizers=(create_loraplus_optimizer(…), …)."
+            )
         self._usual_count: float | None = None
         self._saves_checkpoint = False
         if model is not None:
@@ -180,13 +172,14 @@ class AdapterTrainer(Trainer):
         fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
         if not any(p.requires_grad for p in own_parameters_of(model, active, fusions)):
             raise StateError(f"{call}: {listing(active)} is not trained. {_hint(model)}")
-        if not has_frozen_matrix(model):
+        if not training_checkpoints.has_frozen_matrix(model):
             raise StateError(
                 f"{call}: the base model is not frozen. {_hint(model)} To train all, write Trainer."
             )
         is_new, optimizer = self.optimizer is None, super().create_optimizer(*args, **kwargs)
-        if is_new and self._rates is not None:
-            set_rates(cast("nn.Module", self.model), optimizer, *self._rates)
+        if is_new and self._ratio is not None:
+            whole = cast("nn.Module", self.model)
+            set_rates(whole, optimizer, self._ratio, self._embedding_rate)
         return optimizer
 
     # --- losses ---
@@ -333,7 +326,7 @@ class AdapterTrainer(Trainer):
             **kwargs: likewise.
         """
         if resume_from_checkpoint is True:
-            found = whole_checkpoints(Path(cast("str", self.args.output_dir)))
+            found = training_checkpoints.whole_checkpoints(Path(cast("str", self.args.output_dir)))
             resume_from_checkpoint = str(found[-1]) if found else True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -344,7 +337,8 @@ class AdapterTrainer(Trainer):
             output_dir: created if missing; None: that of the arguments.
             _internal_call: whether the caller is `Trainer` itself, which pushes later.
         """
-        with self._raised_in_all() if self._saves_checkpoint else nullcontext():
+        processes = self.args.world_size
+        with sharding.raised_in_all(processes) if self._saves_checkpoint else nullcontext():
             # under FSDP and DeepSpeed, Trainer would gather the base model, or save nothing
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
@@ -353,10 +347,10 @@ class AdapterTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or cast("str", self.args.output_dir))
         if self._saves_checkpoint:
-            refuse_another(self._part(), folder)
+            training_checkpoints.refuse_another(self._part(), folder)
         if self.args.should_save or sharding.groups_of(self._adapted):
             # all processes gather the shards, and the first one writes
-            save_trained(self._adapted, folder, self._part())
+            training_checkpoints.save_trained(self._adapted, folder, self._part())
         if not self.args.should_save:
             return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -372,27 +366,21 @@ class AdapterTrainer(Trainer):
         finally:
             self._saves_checkpoint = False
 
-    def _raised_in_all(self) -> AbstractContextManager[None]:
-        return sharding.raised_in_all(self.args.world_size)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # the same file as from one process, so that any number of processes can resume
         is_sharded = not self.is_deepspeed_enabled and bool(sharding.groups_of(self._adapted))
         state = sharding.whole_state(self.optimizer) if is_sharded else None
-        with self._raised_in_all():
+        with sharding.raised_in_all(self.args.world_size):
             if state is None:
                 super()._save_optimizer_and_scheduler(output_dir)
             elif self.args.should_save:
                 torch.save(state, Path(output_dir, OPTIMIZER_NAME))
-                torch.save(self._scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    @property
-    def _scheduler(self) -> Any:
-        return self.lr_scheduler
+                schedule = cast("Any", self.lr_scheduler).state_dict()
+                torch.save(schedule, Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
         # the trainer's state is written next, and marks the checkpoint as complete
-        with self._raised_in_all():
+        with sharding.raised_in_all(self.args.world_size):
             super()._save_rng_state(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -409,24 +397,24 @@ class AdapterTrainer(Trainer):
                 for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
             )
             sharding.load_state(self.optimizer, optimizer)
-            self._scheduler.load_state_dict(scheduler)
+            cast("Any", self.lr_scheduler).load_state_dict(scheduler)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        state_of(Path(resume_from_checkpoint))
+        training_checkpoints.state_of(Path(resume_from_checkpoint))
         self._restore(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         self._restore(cast("str", self.state.best_model_checkpoint))
 
     def _restore(self, folder: str) -> None:
-        with self._raised_in_all(), naming(f"checkpoint {folder!r}"):
-            restore_trained(self._adapted, Path(folder), self._part())
+        with sharding.raised_in_all(self.args.world_size), naming(f"checkpoint {folder!r}"):
+            training_checkpoints.restore_trained(self._adapted, Path(folder), self._part())
 
-    def _part(self) -> Part:
+    def _part(self) -> training_checkpoints.Part:
         """Return the part of the model that a checkpoint holds."""
-        return Part.whole(self._adapted)
+        return training_checkpoints.Part.whole(self._adapted)
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
@@ -455,30 +443,6 @@ def with_adapters(caller: str, model: nn.Module) -> AdapterModelMixin:
 def _count(labels: Tensor) -> int:
     """Return the number of labels that are not ignored."""
     return int((labels != IGNORED).sum())
-
-
-def _asked_rates(
-    ratio: float | None, embedding: float, optimizers: Iterable[object]
-) -> tuple[float, float] | None:
-    """Check the arguments for LoRA+ and return those of `set_rates`; None without a ratio.
-
-    Args:
-        ratio: the rate of B divided by that of A.
-        embedding: the rate at embeddings.
-        optimizers: those passed to the trainer.
-
-    Raises:
-        ConfigError: a value would have no effect.
-    """
-    if ratio is None:
-        if embedding != EMBEDDING_RATE:
-            raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
-        return None
-    if any(optimizers):
-        raise ConfigError(
-            "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
-        )
-    return ratio, embedding
 
 
 def _hint(model: Any) -> str:

@@ -47,7 +47,7 @@ _NO_ROWS = ("cache_position", "logits_to_keep", "num_items_in_batch")
 # families with layers whose input has tokens before rows
 _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
 # number of cached plans: a server gets the same sets of adapters again and again
-_KEPT_PLANS = 64
+_CACHED_PLANS = 64
 
 
 def plan_of_call(
@@ -103,9 +103,7 @@ def plan_of_call(
     batch = batch_size(inputs)
     count = batch * rows.repeats
     if rows.tasks is not None and len(tasks) != batch:
-        raise CompositionError(
-            f"task_ids=…: {len(tasks)} tasks for {batch} rows. Write one task for each row."
-        )
+        raise CompositionError(f"{len(tasks)} tasks for {batch} rows. Write one task for each row.")
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
         raise BatchError(
@@ -277,10 +275,8 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
     parts, index = numbered([None if name == BASE else name for name in given])
     for part in parts:
         if isinstance(part, Composition) and has_rows(part):
-            raise CompositionError(
-                f"adapter_names=…: {part!r} divides the batch. Write a name, or Stack('a', 'b')."
-            )
-    plan = _kept_plan(model, parts, BatchSplit(*parts, batch_sizes=1))
+            raise CompositionError(f"{part!r} divides the batch. Write a name, or Stack('a', 'b').")
+    plan = _cached_plan(model, parts, BatchSplit(*parts, batch_sizes=1))
     heads, by_part = for_rows(model, parts, one_head)
     return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
 
@@ -339,7 +335,7 @@ def plan_of_name(model: AdaptedModel, name: object) -> Plan:
     if name is not None and not isinstance(name, (str, list, tuple, Composition)):
         model._adapter_state.find(name)
     setup = parse(None if name == BASE else name)
-    plan = _kept_plan(model, ("alone", setup), setup)
+    plan = _cached_plan(model, ("alone", setup), setup)
     return dataclasses.replace(plan, heads=for_setup(model, setup, None, model._active.heads))
 
 
@@ -360,15 +356,15 @@ def _refuse_names(model: AdaptedModel, what: str) -> None:
         )
 
 
-def _kept_plan(model: AdaptedModel, key: object, setup: Composition | None) -> Plan:
-    """Return the plan of a composition, without heads; that of the last call if it is kept."""
+def _cached_plan(model: AdaptedModel, key: object, setup: Composition | None) -> Plan:
+    """Return the plan of a composition, without heads; that of an earlier call if it is cached."""
     plans = model._adapter_state.plans
     plan = plans.get(key)
     if plan is None:
         plan = make_plan(model, setup, []) if setup is not None and setup.flatten() else Plan()
         # in compiled code, each change of the cache would recompile
         if not torch.compiler.is_compiling():
-            while len(plans) >= _KEPT_PLANS:
+            while len(plans) >= _CACHED_PLANS:
                 plans.pop(next(iter(plans)), None)
             plans[key] = plan
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -264,9 +265,7 @@ def fitting(
                 f"{argument('with_head', False, 'load_adapter')}."
             )
     elif asked.id2label is not None:
-        raise ConfigError(
-            f"id2label={asked.id2label!r} names labels of a head, but none is loaded. Leave it out."
-        )
+        raise ConfigError(f"id2label={asked.id2label!r}: no head is loaded. Leave it out.")
 
     def enter() -> None:
         # before anything changes: users may turn warnings into errors
@@ -480,10 +479,10 @@ def filled(
             module = module if dtype is None else module.to(dtype)
             layer = layer_in(model, path or first)
             fit.fill(module, by_path.get(path, {}), building.device_of(layer))
-    kept = stored.metadata.get("meta")
+    meta = stored.metadata.get("meta")
     return dataclasses.replace(
         record,
-        meta=dict(kept) if isinstance(kept, Mapping) else {},
+        meta=dict(meta) if isinstance(meta, Mapping) else {},
         trained_on=base.entries_in(stored.metadata),
     )
 
@@ -508,9 +507,7 @@ def save_head(
     with sharding.gathering(model, ()):
         found = named.record_of(model, name, alone=True, short=format == "native")
         if found is None:
-            raise StateError(
-                f"a {type(model).__name__} has no head. Write add_classification_head('my_task')."
-            )
+            raise StateError("the model has no head. Write add_classification_head('my_task').")
         own_name = name if name and model._has_named_heads else sharding.class_name(model)
         document = {**provenance(model, own_name), "head": found.document}
         write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
@@ -567,11 +564,8 @@ def write(
     if sharding.split_over(model) is not None:
         # a format may read weights of the base model, which all processes gather
         contents = formats.encoded(shown, kind, format, info)
-
-    def put() -> None:
-        formats.write(Path(folder), shown, kind, format, info, contents)
-
-    sharding.in_first_process(model, put)
+    arguments = Path(folder), shown, kind, format, info, contents
+    sharding.in_first_process(model, functools.partial(formats.write, *arguments))
 
 
 def whole(stored: Checkpoint) -> Checkpoint:

@@ -26,7 +26,7 @@ from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 from adapterzoo.inject import parallel
 from adapterzoo.inject.layers import unpacked_size
-from adapterzoo.tensor_parallel import is_part as _is_dtensor
+from adapterzoo.tensor_parallel import is_part, part_of, whole_tensor
 
 from .state import output_embeddings_of
 
@@ -48,7 +48,7 @@ def reshard(model: Any) -> None:
 def groups_of(model: Any) -> list[Any]:
     """Return the process groups over which a resharded model is sharded, one for each dimension."""
     for parameter in model.parameters() if _may_be_sharded() else ():
-        if _is_dtensor(parameter):
+        if is_part(parameter):
             mesh = parameter.device_mesh
             return [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if _is_partitioned(parameter):
@@ -64,7 +64,7 @@ def _is_partitioned(tensor: Tensor) -> bool:
 def split_over(model: Any) -> Any:
     """Return the mesh over which a `tp_plan` has split a model; None for another model."""
     for parameter in model.parameters() if _may_be_sharded() else ():
-        if _is_dtensor(parameter):
+        if is_part(parameter):
             mesh = parameter.device_mesh
             # a mesh of fully_shard has another name, no name, or more dimensions
             return mesh if mesh.mesh_dim_names == ("tp",) else None
@@ -107,10 +107,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     if (mesh := split_over(model)) is not None:
         if "fully_shard" in hint:
             hint = "Load the model without tp_plan."
-        raise StateError(
-            f"the model is split over {mesh.size()} processes by its tp_plan, and each has a part "
-            f"of the weights. {hint}"
-        )
+        raise StateError(f"the model is split over {mesh.size()} processes by its tp_plan. {hint}")
     if groups := groups_of(model):
         by = "fully_shard"
         if any(_is_partitioned(parameter) for parameter in model.parameters()):
@@ -148,7 +145,7 @@ def _is_of_peft(cls: type[nn.Module]) -> bool:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this process has only a part of a tensor."""
-    return _is_dtensor(tensor) or _is_partitioned(tensor)
+    return is_part(tensor) or _is_partitioned(tensor)
 
 
 def dim_of(tensor: Tensor) -> int:
@@ -219,18 +216,11 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         tensors: of a resharded model, in the same order in all processes.
     """
-
-    def whole(tensor: Tensor) -> Tensor:
-        if _is_partitioned(tensor):
-            return tensor.detach().clone()
-        if not _is_dtensor(tensor):
-            return tensor
-        # CPUOffloadPolicy keeps the shards where the process group may not reach them
-        part = cast("Any", tensor.detach())
-        return cast("Tensor", part.to(part.device_mesh.device_type).full_tensor())
-
     with _partitioned(tensors.values()):
-        return {key: whole(tensor) for key, tensor in tensors.items()}
+        return {
+            key: t.detach().clone() if _is_partitioned(t) else whole_tensor(t)
+            for key, t in tensors.items()
+        }
 
 
 def negative_at(
@@ -249,7 +239,7 @@ def negative_at(
     shared: dict[Any, list[str]] = {}
     for key, tensor in tensors.items():
         part, size = cast("Any", tensor.detach()), tensor.numel()
-        if is_dtensor := _is_dtensor(tensor):
+        if is_dtensor := is_part(tensor):
             shared.setdefault(part.device_mesh, []).append(key)
             part = part.to_local()
         at = size, part.device
@@ -309,7 +299,7 @@ def is_flattened(model: nn.Module) -> bool:
 
 def is_read_in_parts(tensor: Tensor) -> bool:
     """Return whether `negative_at` can read a tensor: a whole one, or an evenly cut DTensor."""
-    if not _is_dtensor(tensor):
+    if not is_part(tensor):
         return not _is_partitioned(tensor)
     placements = cast("Any", tensor).placements
     return all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
@@ -327,20 +317,12 @@ def fill(values: Iterable[tuple[Tensor, Tensor]]) -> None:
     # the first process sends the values to the others
     with torch.no_grad(), _partitioned((tensor for tensor, _ in values), modifier_rank=0):
         for tensor, value in values:
-            if _is_dtensor(tensor):
-                cast("Any", tensor).to_local().copy_(_part_of(value, tensor).to_local())
+            if is_part(tensor):
+                cast("Any", tensor).to_local().copy_(part_of(value, tensor).to_local())
             else:
                 tensor.copy_(value)
     for tensor, value in values:
         _set_master(tensor, value)
-
-
-def _part_of(value: Tensor, like: Any) -> Any:
-    """Return this process's part of a tensor that all processes have, without communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = like.device_mesh
-    return distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
 
 
 def _set_master(tensor: Any, value: Tensor) -> None:
@@ -387,7 +369,7 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         parameter = own[number]
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
-        return _part_of(value, parameter) if _is_dtensor(parameter) else value
+        return part_of(value, parameter) if is_part(parameter) else value
 
     parts = {n: {k: part(n, v) for k, v in each.items()} for n, each in state["state"].items()}
     optimizer.load_state_dict({**state, "state": parts})

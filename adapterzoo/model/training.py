@@ -29,21 +29,11 @@ from adapterzoo.inject.layers import (
 from adapterzoo.methods._copies import Table
 from adapterzoo.runtime import ActiveState
 
-from . import adapters
+from . import adapters, sharding
 from .activation import refuse_merged, replan, set_active
 from .heads import copies, tables
-from .heads.copies import tables_of
 from .heads.named import all_tensors
 from .hf.guards import refuse_untrained
-from .sharding import (
-    class_name,
-    gathered,
-    gathering,
-    refuse_if_fixed,
-    refuse_if_sharded,
-    reshard,
-    size_of,
-)
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -75,7 +65,7 @@ def train_adapter(
         StateError: the setup names no adapter.
     """
     # a forward of a sharded model may leave parameters whole, which must not reach an optimizer
-    reshard(model)
+    sharding.reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError("there is no adapter to train. Write add_adapter('my_task') first.")
@@ -86,8 +76,8 @@ def train_adapter(
     # embeddings other than the model's own are trained in place, without a table of the adapter
     is_own = model._adapter_state.embeddings == DEFAULT_EMBEDDINGS
     for name in names if train_embeddings and is_own else ():
-        if not tables_of(model, name):
-            refuse_if_sharded(model, "Write it before fully_shard(model).")
+        if not copies.tables_of(model, name):
+            sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
     if gives_heads:
         _check_heads(model, setup)
@@ -116,7 +106,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     Raises:
         StateError: there is no fusion in the setup.
     """
-    reshard(model)
+    sharding.reshard(model)
     setup = parse(adapter_setup)
     fuses = fusions_of(setup)
     if setup is None or not fuses:
@@ -170,7 +160,7 @@ def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
     owners = copies.owners_of(setup)
     missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
     if missing and copies.layers_of(model):
-        refuse_if_fixed(model, "Write it before fully_shard(model).")
+        sharding.refuse_if_fixed(model, "Write it before fully_shard(model).")
 
 
 def hold_statistics(model: AdaptedModel) -> None:
@@ -204,7 +194,7 @@ def cached_adapters(model: Any) -> Iterator[None]:
 
 def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
-    reshard(model)
+    sharding.reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
     for inactive in tables.inactive_of(model).values() if freezes else ():
@@ -352,9 +342,9 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
 def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
     """Return a digest of an adapter's config and of the exact bits of its tensors."""
     config = model._adapter_state.find(name).config
-    reshard(model)
-    with gathering(model, (module for _, module in modules_of(model, name))):
-        return fingerprint(config.to_dict(), gathered(tensors_of(model, name)))
+    sharding.reshard(model)
+    with sharding.gathering(model, (module for _, module in modules_of(model, name))):
+        return fingerprint(config.to_dict(), sharding.gathered(tensors_of(model, name)))
 
 
 def verify_replicas(model: AdaptedModel, group: Any) -> None:
@@ -363,13 +353,13 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     Raises:
         StateError: processes differ.
     """
-    reshard(model)
+    sharding.reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
     modules: dict[str, Mapping[str, nn.Module]] = {
         **{name: dict(modules_of(model, name)) for name in configs},
         **{f"fusion {n}": dict(fusion_modules(model, n)) for n in model._adapter_state.fusions},
     }
-    with gathering(model, (module for own in modules.values() for module in own.values())):
+    with sharding.gathering(model, (module for own in modules.values() for module in own.values())):
         tensors = {
             f"{name}: {key}": tensor
             for name, own in modules.items()
@@ -377,7 +367,8 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
         }
         for name, table in tables.loaded(model).items() if tables.inactive_of(model) else ():
             tensors[f"embedding {name}"] = table.weight
-        mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
+        whole = sharding.gathered({**tensors, **all_tensors(model)})
+        mine = {"configs": repr(configs), **digests(whole)}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     reference, differing = everyone[0], dict[str, list[int]]()
@@ -410,7 +401,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         parameters = list(own)
         ids.update(map(id, parameters))
         trained = all(p.requires_grad for p in parameters)
-        size = sum(map(size_of, parameters))
+        size = sum(map(sharding.size_of, parameters))
         row = {"name": name, "architecture": kind, "#param": size, "active": is_active}
         rows.append(row | {"train": trained})
         return rows[-1]
@@ -424,10 +415,10 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
     for name, kind, modules, is_active in _heads(model, active):
         # a tied output layer is the base model's
         found = dict.fromkeys(p for module in modules for p in module.parameters())
-        add(name, kind, [p for p in found if id(p) not in ids], is_active)
+        row = add(name, kind, [p for p in found if id(p) not in ids], is_active)
         if labels := getattr(getattr(modules[0], "config", None), "id2label", None):
-            rows[-1]["labels"] = list(labels.values())
-    total = sum(map(size_of, base)) + sum(map(uncounted, model._backbone.modules()))
+            row["labels"] = list(labels.values())
+    total = sum(map(sharding.size_of, base)) + _uncounted(model._backbone)
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in base)
@@ -443,14 +434,16 @@ def _heads(
     owners = model._adapter_state.copies
     # an adapter's copy takes the place of the original, and is inside its layers
     for owner in owners:
-        yield (
-            owner,
-            "copy of the head",
-            [*copies.layers_with(model, owner).values()],
-            owner in active,
-        )
+        layers = [*copies.layers_with(model, owner).values()]
+        yield owner, "copy of the head", layers, owner in active
     if own := [*copies.layers_of(model).values()]:
-        yield class_name(model), "head", own, not any(name in owners for name in active)
+        yield sharding.class_name(model), "head", own, not any(name in owners for name in active)
+
+
+def _uncounted(model: nn.Module) -> int:
+    """Return the number of weights in quantized layers that are not among the parameters."""
+    # adapters are never quantized, and have no sizes where ZeRO has partitioned them
+    return sum(map(uncounted, {layer for _, layer in plain_modules(model)}))
 
 
 def headline(model: AdaptedModel) -> str:
@@ -463,9 +456,9 @@ def headline(model: AdaptedModel) -> str:
         own = model._active.heads.names
         parts += [f"heads: {listing(heads)}" + (f", active {listing(own)}" if own else "")]
     every = [*cast("nn.Module", model).parameters()]
-    trained = sum(size_of(p) for p in every if p.requires_grad)
-    packed = sum(map(uncounted, cast("nn.Module", model).modules()))
-    parts += [f"trained: {trained:,} of {sum(map(size_of, every)) + packed:,} parameters"]
+    trained = sum(sharding.size_of(p) for p in every if p.requires_grad)
+    total = sum(map(sharding.size_of, every)) + _uncounted(cast("nn.Module", model))
+    parts += [f"trained: {trained:,} of {total:,} parameters"]
     return "; ".join(parts)
 
 

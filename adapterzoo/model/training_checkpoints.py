@@ -67,8 +67,7 @@ def refuse_another(part: Part, folder: Path) -> None:
     there = {path.parent.name for path in folder.glob(ADAPTERS)}
     if others := sorted(there - {*part.adapters}):
         raise CheckpointError(
-            f"{str(folder)!r} has the adapters {listing(others)} of another run. "
-            "Write another output_dir."
+            f"{str(folder)!r} holds {listing(others)} of another run. Write another output_dir."
         )
 
 
@@ -226,8 +225,7 @@ def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
-                f"it has a head of {name!r}, and the model has none. Write "
-                f"train_adapter({name!r}) first."
+                f"it has a head {name!r}, the model has none. Write train_adapter({name!r}) first."
             )
     for name, own in apart.items():
         yield _head_part(model, name, native.load(folder / own, "head"))

@@ -375,6 +375,9 @@ def test_the_adapters_of_a_saved_model_would_be_lost(adapter, forget):
     # transformers_loads_adapters
     whole = adapter.parent / "whole"
     assert transformers.BertModel.from_pretrained(whole).has_adapters()
+    by_name = {"pretrained_model_name_or_path": whole}
+    assert transformers.BertModel.from_pretrained(**by_name).has_adapters()
+    assert transformers.AutoConfig.from_pretrained(**by_name).model_type == "bert"
     forget(PreTrainedModel, "from_pretrained")
     assert not hasattr(transformers.BertModel.from_pretrained(whole), "has_adapters")
 

@@ -18,9 +18,9 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from adapterzoo import Average, BatchSplit, Fuse, Stack, init, load_model, trainer
+from adapterzoo import Average, BatchSplit, Fuse, Stack, init, load_model
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.model import activation
+from adapterzoo.model import activation, training_checkpoints
 from adapterzoo.model.heads import copies
 
 # one layer, layers below a module, two roots, a module that gives a part of a tuple
@@ -268,12 +268,12 @@ def test_where_no_adapter_speaks_alone(tmp_path):
         "classifier.adapters.fusion:a,b.weight",
         "classifier.adapters.fusion:a,b.bias",
     }
-    trainer.save_trained(model, tmp_path)
+    training_checkpoints.save_trained(model, tmp_path)
     with torch.no_grad():
         for parameter in model.classifier.adapters["fusion:a,b"].parameters():
             parameter.add_(1)
     expected = plain().classifier.weight
-    trainer.restore_trained(model, tmp_path)
+    training_checkpoints.restore_trained(model, tmp_path)
     assert same_bits(model.classifier.adapters["fusion:a,b"].weight, expected)
     model.delete_adapter_fusion(Fuse("a", "b"))
     assert list(model.state_dict()) == [k for k in model.state_dict() if "fusion" not in k]

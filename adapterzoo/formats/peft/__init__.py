@@ -27,11 +27,15 @@ _BASE_NAME = "base_model_name_or_path"
 FILES = _TENSORS, "adapter_model.bin"
 
 
+def is_config(file: Path) -> bool:
+    """Return whether a file, which may be missing, is PEFT's config of an adapter."""
+    return "peft_type" in files.fields_of(file)
+
+
 def _recognizes(folder: Path, kind: Kind) -> bool:
     if kind != "adapter":
         return False
-    there = any((folder / name).is_file() for name in FILES)
-    return there or "peft_type" in files.fields_of(folder / CONFIG)
+    return any((folder / name).is_file() for name in FILES) or is_config(folder / CONFIG)
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:

@@ -56,10 +56,10 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     path, fingerprint = hub.pinned(path)
-    folder = _without_model(path, asked)
-    format = None if folder is None else formats.of(folder, "adapter")
-    if folder is None or format is None:
-        if folder is not None and (inner := formats.below(folder, "adapter")):
+    if (folder := _without_model(path, asked)) is None:
+        return None
+    if (format := formats.of(folder, "adapter")) is None:
+        if inner := formats.below(folder, "adapter"):
             raise CheckpointError(
                 f"{str(path)!r} holds {listing([each.name for each in inner])}. Write "
                 f"from_pretrained({str(inner[0])!r})."

@@ -26,8 +26,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import threading
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,7 @@ from adapterzoo.model.training import adapter_fingerprint
 from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
-from .guards import Requests, watch
+from .guards import MANAGERS
 
 try:
     from transformers.generation.continuous_batching import continuous_api
@@ -287,11 +288,6 @@ class Pinned:
     member: str | None = None
     lease: Any = None
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The adapters and fusions."""
-        return self.variant.names
-
     def hashed(self, tokens: Sequence[int], block: int) -> list[int]:
         """Return what is hashed in place of a request's tokens.
 
@@ -403,10 +399,13 @@ _TABLE = "embeddings"
 # --- the requests of a manager ---
 
 
-class Batch(Requests):
-    """The requests of a manager, and the plan of a step for all variants among them.
+class Batch:
+    """The requests of a manager that have not ended, and the plan of a step for their variants.
 
     Attributes:
+        changed: guards the others, and is notified when requests have ended.
+        pins: id of a request → what it uses.
+        leaving: name of an adapter → how many threads are about to remove it.
         own: what was active when the manager was made; its steps may run as captured graphs.
         variants: of which the plan of a mixed step consists.
         mixed: that plan; None for fewer than two variants.
@@ -418,7 +417,9 @@ class Batch(Requests):
         Args:
             own: see the class.
         """
-        super().__init__()
+        self.changed = threading.Condition()
+        self.pins: dict[str, Pinned] = {}
+        self.leaving: Counter[str] = Counter()
         self.own = own
         self.variants: tuple[Variant, ...] = ()
         self.mixed: Plan | None = None
@@ -460,23 +461,20 @@ class Batch(Requests):
                 raise StateError(
                     f"{variant.plan.setup!r} has been deleted or replaced. Add the request again."
                 )
-            member = variant.member
-            variant = self._include(variant)
-            if variant.pool is not None and member is not None:
-                base = self._contents.of(model, Variant(Plan()))
-                content = variant.pool.claim(member) + base
-                self.pins[key] = replace(pinned(variant, input_ids, content, base), member=member)
-                return
-            if not by_content:
+            member, variant = variant.member, self._include(variant)
+            if member is None and not by_content:
                 self.pins[key] = Pinned(variant)
                 return
-            content = self._contents.of(model, variant)
             base = self._contents.of(model, Variant(Plan()))
-            self.pins[key] = pinned(variant, input_ids, content, base)
+            if member is None:
+                content = self._contents.of(model, variant)
+            else:
+                content = cast("Pool", variant.pool).claim(member) + base
+            self.pins[key] = replace(pinned(variant, input_ids, content, base), member=member)
 
     def _include(self, variant: Variant) -> Variant:
         """Add a variant to those of a step, and return it, or the equal one that was there."""
-        running = {id(cast("Pinned", pin).variant) for pin in self.pins.values()}
+        running = {id(pin.variant) for pin in self.pins.values()}
         known = next((v for v in self.variants if v.key == variant.key), None)
         variant = known or variant
         others = [v for v in self.variants if id(v) in running and v is not known]
@@ -491,7 +489,11 @@ class Batch(Requests):
         found = self.pins.get(key)
         if found is None and _CHILD in key:
             found = self.pins.get(key.rpartition(_CHILD)[0])
-        return cast("Pinned | None", found)
+        return found
+
+    def using(self, names: Collection[str]) -> list[str]:
+        """Return the ids of the requests that use one of the adapters or fusions."""
+        return [key for key, pin in self.pins.items() if not pin.variant.names.isdisjoint(names)]
 
     def start(self, key: str) -> None:
         """Note that the worker has taken a request."""
@@ -502,7 +504,7 @@ class Batch(Requests):
         """Forget requests."""
         with self.changed:
             for key in keys:
-                pin = cast("Pinned | None", self.pins.pop(key, None))
+                pin = self.pins.pop(key, None)
                 if pin is not None and pin.member is not None:
                     pool = pin.variant.pool
                     if pin.lease is not None:
@@ -527,12 +529,8 @@ class Batch(Requests):
         """
         with self.changed:
             roots = {key if key in self.pins else key.rpartition(_CHILD)[0] for key in alive}
-            ended = [
-                key
-                for key, pin in self.pins.items()
-                if cast("Pinned", pin).is_running and key not in roots
-            ]
-            self.release(*ended)
+            running = [key for key, pin in self.pins.items() if pin.is_running]
+            self.release(*(key for key in running if key not in roots))
 
     def forget(self, names: Collection[str]) -> None:
         """Drop variants with adapters that leave the model; no request uses them."""
@@ -604,8 +602,8 @@ def prompts_of(
         names = list(cast("Sequence[Any]", adapter_names)) if listed else [adapter_names]
         if not listed or len(names) != len(inputs):
             raise ConfigError(
-                f"adapter_names=…: {len(names)} names for {len(inputs)} requests. Write a list "
-                "with a name, or None, for each."
+                f"{len(names)} names for {len(inputs)} requests. Write a list with a name, or "
+                "None, for each."
             )
         distinct = {_hashable(name): asked_of(model, name) for name in names}
         variants = [distinct[_hashable(name)] for name in names]
@@ -643,9 +641,7 @@ def checked(model: AdaptedModel, input_ids: Any, new_tokens: object, variant: Va
             tokens = [operator.index(token) for token in tokens]
         except TypeError:
             kinds = listing(sorted({type(token).__name__ for token in tokens} - {"int"}))
-            raise ConfigError(
-                f"tokens are integers, and the prompt has {kinds}. Write [5, 6, 7]."
-            ) from None
+            raise ConfigError(f"the prompt has {kinds}, not integers. Write [5, 6, 7].") from None
     table = cast("Any", model).get_input_embeddings()
     tables = [getattr(table, "weight", None), *(table_of(model, name) for name in variant.names)]
     known = max((len(weight) for weight in tables if weight is not None), default=1 << 31)
@@ -706,7 +702,7 @@ def adapt(model: AdaptedModel, manager: Any) -> None:
         own = Variant(Plan(heads=model._active.plan.heads))
     manager.__class__ = BatchingManager
     manager.requests = Batch(own)
-    watch(manager, manager.requests)
+    MANAGERS.add(manager)
 
 
 if is_tested():
@@ -837,9 +833,8 @@ if is_tested():
                 AdapterZooError: as for `add_request`.
             """
             if adapter_names is not None or not all(isinstance(each, Prompt) for each in inputs):
-                most = max_new_tokens
-                if most is None:
-                    most = self.generation_config.max_new_tokens
+                own = self.generation_config.max_new_tokens
+                most = own if max_new_tokens is None else max_new_tokens
                 with naming("add_requests()"):
                     model = cast("AdaptedModel", self.model)
                     inputs = prompts_of(model, inputs, adapter_names, most)
@@ -847,8 +842,10 @@ if is_tested():
 
         def warmup(self) -> None:
             """Warm up with the adapters that were active when the manager was made."""
-            model = cast("AdaptedModel", self.model)
-            with model._active.overridden(_graphed(self.requests.own)):
+            model, own = cast("AdaptedModel", self.model), self.requests.own
+            # with an invocation, only steps of the base model may be captured
+            plan = Plan(heads=own.plan.heads) if own.invocations else own.plan
+            with model._active.overridden(plan):
                 super().warmup()
 
         def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
@@ -1071,11 +1068,6 @@ if is_tested():
                 return tokens
             block = min(each.tokens_per_page for each in self.cache_allocators.values())
             return pin.hashed(tokens, block)
-
-
-def _graphed(own: Variant) -> Plan:
-    """Return the plan whose steps may be captured; with an invocation, that of the base model."""
-    return Plan(heads=own.plan.heads) if own.invocations else own.plan
 
 
 @contextmanager

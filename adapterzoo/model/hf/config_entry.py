@@ -24,8 +24,6 @@ from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads import copies, tables
-from adapterzoo.model.heads.copies import tables_of
-from adapterzoo.model.heads.tables import ADDED
 from adapterzoo.model.sharding import split_over
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, heads_of, is_base
 from adapterzoo.names import check_name
@@ -74,7 +72,7 @@ def _enter(model: AdaptedModel) -> None:
         # a list, since transformers sorts the keys of objects
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
-        "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
+        "embeddings": {n: list(t) for n in state.records if (t := copies.tables_of(model, n))},
         "sharing": [[group, list(names)] for group, names in state.sharing.items()],
         "merged": list(state.merged),
         "fusions": [
@@ -162,7 +160,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
             made = tables.InactiveTable(table, each["padding_idx"])
             for key, shape in each["biases"].items():
                 bias = torch.empty(shape, **like)
-                made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
+                made.keep(key, bias if key.endswith(tables.ADDED) else nn.Parameter(bias, False))
             tables.store_of(model)[check_name(each["name"])] = made
         state.coming_embeddings = embeddings["active"]
     setup, heads = from_json(document["active"]), document["heads"]

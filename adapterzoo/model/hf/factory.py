@@ -83,10 +83,8 @@ _classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 def class_of(*made_from: Any) -> type[Any]:
     """Return the class made from one of transformers, or from the arguments of `_make_named`."""
     if made_from not in _classes:
-        make: Callable[..., type[nn.Module]] = _make_named if len(made_from) > 1 else _make_static
-        made = make(*made_from)
-        cast("Any", made)._made_from = made_from
-        cast("Any", made).__reduce_ex__ = _reduce
+        made: Any = (_make_named if len(made_from) > 1 else _make_static)(*made_from)
+        made._made_from, made.__reduce_ex__ = made_from, _reduce
         _classes[made_from] = made
     return _classes[made_from]
 
@@ -149,11 +147,8 @@ def _make_named(
     generating: Any = found[0] if isinstance(found, tuple) else found
     bases: list[type] = [base]
     if generating is not None:
-        mixins = [
-            b
-            for b in generating.__bases__
-            if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
-        ]
+        mixins = [b for b in generating.__bases__ if issubclass(b, GenerationMixin)]
+        mixins = [b for b in mixins if not issubclass(b, PreTrainedModel)]
         bases = [GeneratesWithAdapters, *bases, *(mixins or [GenerationMixin])]
     members: dict[str, Any] = {
         "__module__": base.__module__,
@@ -253,11 +248,9 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
             return plain(model, *given, **named)
 
     # Trainer hands on the columns of a dataset that it sees here
-    signature = inspect.signature(plain)
-    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name in ("adapter_names", "task_ids"):
-        shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    shown += [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    signature, kind = inspect.signature(plain), inspect.Parameter.KEYWORD_ONLY
+    own = [inspect.Parameter(n, kind, default=None) for n in ("adapter_names", "task_ids")]
+    shown = sorted([*signature.parameters.values(), *own], key=lambda p: p.kind)
     cast("Any", method).__signature__ = signature.replace(parameters=shown)
     return method
 
@@ -369,8 +362,7 @@ def init(
             raise StateError(f"PEFT has wrapped {wrapped!r}. Call unload() of the PeftModel first.")
         if format_of(vars(config_of(model)).get("adapters")) is not None:
             raise StateError(
-                "plain transformers has not loaded its adapters. Write load_model(path, "
-                f"{type(model).__name__})."
+                f"its adapters were not loaded. Write load_model(path, {type(model).__name__})."
             )
         given = config_entry.checked_interface(model, interface)
     name = type(model).__name__

@@ -129,9 +129,7 @@ class GeneratesWithAdapters:
         """
         model: Any = self
         if task_ids is not None:
-            raise StateError(
-                "task_ids=…: continuous batching takes adapters by name. Write adapter_names=[…]."
-            )
+            raise StateError("continuous batching takes no task_ids. Write adapter_names=[…].")
         plain = cast("Any", super()).generate_batch
         names = positions_of(GenerationMixin.generate_batch)
         given = {**dict(zip(names, args, strict=False)), **kwargs}

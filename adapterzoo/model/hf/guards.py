@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -105,8 +103,7 @@ class _Guard:
             given = kwargs.get(name)
             if given is not None and given is not False:
                 raise StateError(
-                    f"{type(module).__name__}.forward({name}=…): a part of the model ignores this. "
-                    f"Write model(…, {name}=…)."
+                    f"{name}=…: a part of the model ignores this. Write model(…, {name}=…)."
                 )
 
 
@@ -137,48 +134,15 @@ def take_guard(stack: nn.Module) -> None:
 # --- transformers' continuous batching: requests in flight keep their adapters ---
 
 
-class Pin(Protocol):
-    """What a request in flight uses."""
+MANAGERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The managers, of `batching.BatchingManager`, of models with adapters.
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The adapters and fusions."""
-
-
-class Requests:
-    """The requests of one manager that were admitted and have not ended.
-
-    Attributes:
-        changed: guards the others, and is notified when requests have ended.
-        pins: id of a request → what it uses.
-        leaving: name of an adapter → how many threads are about to remove it.
-    """
-
-    def __init__(self) -> None:
-        """Start without requests."""
-        self.changed = threading.Condition()
-        self.pins: dict[str, Pin] = {}
-        self.leaving: Counter[str] = Counter()
-
-    def forget(self, names: Collection[str]) -> None:
-        """Drop what is kept of adapters that no request uses, before they leave the model."""
-
-    def using(self, names: Collection[str]) -> list[str]:
-        """Return the ids of the requests that use one of the adapters or fusions."""
-        return [key for key, pin in self.pins.items() if not pin.names.isdisjoint(names)]
+Changes of a model wait for their requests, or are refused where they would disturb them.
+"""
 
 
-# managers of models with adapters → their requests
-_managers: weakref.WeakKeyDictionary[Any, Requests] = weakref.WeakKeyDictionary()
-
-
-def watch(manager: Any, requests: Requests) -> None:
-    """Let changes of a model wait for the requests of a manager, or refuse to disturb them."""
-    _managers[manager] = requests
-
-
-def _managers_of(model: object) -> list[tuple[Any, Requests]]:
-    return [(m, requests) for m, requests in list(_managers.items()) if m.model is model]
+def _managers_of(model: object) -> list[Any]:
+    return [manager for manager in list(MANAGERS) if manager.model is model]
 
 
 def refuse_while_batching(model: object) -> None:
@@ -187,7 +151,7 @@ def refuse_while_batching(model: object) -> None:
     Raises:
         StateError: a manager of the model runs.
     """
-    if any(manager.is_running() for manager, _ in _managers_of(model)):
+    if any(manager.is_running() for manager in _managers_of(model)):
         raise StateError(
             "continuous batching runs with the base weights, and so does its cache. Write "
             "manager.stop() and manager.destroy() first."
@@ -200,7 +164,7 @@ def refuse_in_flight(model: object, name: str) -> None:
     Raises:
         StateError: a request of a manager uses it.
     """
-    count = sum(len(requests.using([name])) for _, requests in _managers_of(model))
+    count = sum(len(manager.requests.using([name])) for manager in _managers_of(model))
     if count:
         raise StateError(
             f"{count} requests of continuous batching use {name!r}. Wait for their results, or "
@@ -212,7 +176,7 @@ def refuse_in_flight(model: object, name: str) -> None:
 def paused(model: object) -> Iterator[None]:
     """Return a context in which no manager runs a step of the model; requests in flight go on."""
     with ExitStack() as pauses:
-        for manager, _ in _managers_of(model):
+        for manager in _managers_of(model):
             # a loop that has ended runs no step
             with suppress(RuntimeError):
                 pauses.enter_context(manager.pause())
@@ -233,7 +197,8 @@ def unused(model: object, names: Collection[str]) -> Iterator[None]:
         StateError: a request would never end: its manager is paused here, or does not run.
     """
     with ExitStack() as undo:
-        for manager, requests in _managers_of(model):
+        for manager in _managers_of(model):
+            requests = manager.requests
             with requests.changed:
                 if using := requests.using(names):
                     _refuse_endless(manager, names, len(using))

@@ -21,24 +21,13 @@ from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject.building import layer_at, plain_modules
-from adapterzoo.model.heads import named
-from adapterzoo.model.heads.copies import output_tensors, saved_tensors
-from adapterzoo.model.heads.named import of_named, record_of
+from adapterzoo.model.heads import copies, named
 from adapterzoo.model.sharding import class_name, split_over
 from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
 from adapterzoo.tensor_parallel import is_part, whole_tensor
 
+from . import task_classes
 from .backbone import describe
-from .task_classes import (
-    from_static,
-    head_tensors,
-    is_task,
-    on_meta,
-    other_fields,
-    static_head,
-    text_config,
-    to_static,
-)
 
 
 def name_of(model: Any) -> str | None:
@@ -100,7 +89,7 @@ class ModelInfo:
     def config(self) -> Mapping[str, Any]:
         """The fields of its config and of that of its text model."""
         fields: dict[str, Any] = {}
-        for config in (config_of(self._model), text_config(config_of(self._model))):
+        for config in (config_of(self._model), task_classes.text_config(config_of(self._model))):
             # configs of other libraries' classes may have no `to_dict`
             fields |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
         return fields
@@ -108,13 +97,13 @@ class ModelInfo:
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the static head's tensors by key."""
-        record = record_of(self._model, None)
+        record = named.record_of(self._model, None)
         return {} if record is None else _shapes(record.tensors)
 
     @functools.cached_property
     def output(self) -> frozenset[str]:
         """The keys of the output layer of the static head, if it is a language model's."""
-        return frozenset(output_tensors(self._model))
+        return frozenset(copies.output_tensors(self._model))
 
     def tensor(self, key: str) -> Tensor | None:
         """Return a parameter or buffer, whole, without merged adapters; None if there is none.
@@ -163,12 +152,12 @@ class ModelInfo:
         """
         model, cls = self._model, getattr(transformers, task_class, None)
         if not isinstance(model, cls or type(model)):
-            model = on_meta(cls, config_of(model))
+            model = task_classes.on_meta(cls, config_of(model))
         paths: dict[nn.Module, str] = {}
         for path, module in plain_modules(model):
             paths.setdefault(module, path)
         return {
-            path: tuple(name for name, _ in saved_tensors(module))
+            path: tuple(name for name, _ in copies.saved_tensors(module))
             for module, path in paths.items()
             if path
         }
@@ -201,9 +190,11 @@ class ModelInfo:
         shapes, backbone = _shapes(tensors), describe(self._model)
         config = {**self.config, **(fields or {}), "label2id": label2id}
         with contextlib.suppress(InexpressibleError):
-            return from_static(architecture, shapes, config, backbone, pooler)
+            return task_classes.from_static(architecture, shapes, config, backbone, pooler)
         try:
-            static = static_head(self._model, architecture, shapes, label2id, fields or {})
+            static = task_classes.static_head(
+                self._model, architecture, shapes, label2id, fields or {}
+            )
         except ConfigError as error:
             raise InexpressibleError(str(error)) from error
         if more := shapes.keys() - static.keys.keys():
@@ -212,7 +203,7 @@ class ModelInfo:
             # tensors that the class does not have may have hidden that another type equals it
             known = {key: shapes[key] for key in static.keys}
             with contextlib.suppress(InexpressibleError):
-                return from_static(architecture, known, config, backbone, pooler)
+                return task_classes.from_static(architecture, known, config, backbone, pooler)
         return static
 
     def values_of(
@@ -246,7 +237,7 @@ class ModelInfo:
         Raises:
             CheckpointError: no named head equals it.
         """
-        fields = other_fields(config_of(self._model), saved or {})
+        fields = task_classes.other_fields(config_of(self._model), saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
             head = self.equal_head(architecture, whole, label2id, pooler, fields)
@@ -268,16 +259,16 @@ class ModelInfo:
             InexpressibleError: no head has them.
         """
         cls: Any = getattr(transformers, architecture, None)
-        if cls is None or not is_task(architecture):
+        if cls is None or not task_classes.is_task(architecture):
             return dict(tensors)
-        needed = head_tensors(on_meta(cls, config_of(self._model)))
+        needed = task_classes.head_tensors(task_classes.on_meta(cls, config_of(self._model)))
         there = {id(t) for key, t in needed.items() if key in tensors}
         lacking = [key for key, t in needed.items() if id(t) not in there]
         if not lacking:
             return dict(tensors)
         found = dict[str, Tensor]()
         for name in heads_of(self._model):
-            record = of_named(self._model, name)
+            record = named.of_named(self._model, name)
             for kind in (architecture, *(config_of(self._model).architectures or ())):
                 with contextlib.suppress(CheckpointError):
                     whole = self.to_static(kind, record.document, record.tensors)
@@ -304,12 +295,12 @@ class ModelInfo:
                 if config.model_class != architecture:
                     raise InexpressibleError(f"it is that of a {config.model_class}")
                 return dict(tensors)
-            if cls is None or not is_task(architecture):
+            if cls is None or not task_classes.is_task(architecture):
                 raise InexpressibleError(f"transformers has no {architecture}")
             shapes, fields = self._shapes(cls, config), {**self.config, "label2id": config.label2id}
             backbone, pooler = describe(self._model), self._has_pooler()
-            static = from_static(architecture, shapes, fields, backbone, pooler)
-            keys = to_static(static, config)
+            static = task_classes.from_static(architecture, shapes, fields, backbone, pooler)
+            keys = task_classes.to_static(static, config)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the head, a {config.head_type!r}, cannot be that of a "
@@ -357,10 +348,8 @@ class ModelInfo:
             {**config_of(self._model).to_dict(), "id2label": labels, "label2id": config.label2id}
         )
         if getattr(config, "tie_word_embeddings", None) is not None:
-            text_config(theirs).tie_word_embeddings = config.get("tie_word_embeddings")
-        with torch.device("meta"):
-            model = cls(theirs)
-        return _shapes(head_tensors(model))
+            task_classes.text_config(theirs).tie_word_embeddings = config.get("tie_word_embeddings")
+        return _shapes(task_classes.head_tensors(task_classes.on_meta(cls, theirs)))
 
 
 # --- The layers that experts had before transformers 5 fused them into parameters ---
@@ -425,5 +414,5 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
         "model_type": config_of(model).model_type,
         "model_class": class_name(model),
         "model_name": name_of(model),
-        "hidden_size": getattr(text_config(config_of(model)), "hidden_size", None),
+        "hidden_size": getattr(task_classes.text_config(config_of(model)), "hidden_size", None),
     }

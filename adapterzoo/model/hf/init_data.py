@@ -55,9 +55,7 @@ def fitted(
     if plan is None:
         raise ConfigError(f"{config!r} does not need any data. Leave init_data out.")
     if isinstance(config, ConfigUnion):
-        raise ConfigError(
-            f"{config!r}: initial values from data are not for a union. Add its members one by one."
-        )
+        raise ConfigError("a union takes no init_data. Add its members one by one.")
     if isinstance(plan, WeightPlan):
         return config, collected(model, plan, data)
     if data is None or isinstance(data, (str, Mapping)):
@@ -104,7 +102,7 @@ def _pass(
     """Call the model with a batch, and add the inputs of the watched layers."""
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    kept = _kept(given, plan.skips_unlabeled, config_of(model).is_encoder_decoder)
+    tokens = _read_tokens(given, plan.skips_unlabeled, config_of(model).is_encoder_decoder)
     sites = {site.path: site for site in (*model.anatomy, *model.anatomy.named)}
 
     def add(own: InputStatistics, read: Tensor | None, _layer: Any, args: tuple[Any, ...]) -> None:
@@ -117,14 +115,14 @@ def _pass(
         for path, own in watched.items():
             site = sites[path]
             from_encoder = site.cross and site.role in ("key", "value")
-            mask = kept["decoder" in site.path.split(".") and not from_encoder]
+            mask = tokens["decoder" in site.path.split(".") and not from_encoder]
             layer = layer_in(model, path)
             hook = layer.register_forward_pre_hook(functools.partial(add, own, mask))
             stack.callback(hook.remove)
         cast("Any", model)(**given)
 
 
-def _kept(
+def _read_tokens(
     batch: Mapping[str, Any], labeled: bool, has_decoder: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return which tokens are read `[rows, tokens]`: of the input, and of a decoder; None: all."""

@@ -134,8 +134,7 @@ def task_class(name: str) -> type[PreTrainedModel]:
     cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ConfigError(
-            f"transformers has no model {name!r}. Write the name of a class, such as "
-            f"'BertForSequenceClassification'."
+            f"transformers has no model {name!r}. Write e.g. 'BertForSequenceClassification'."
         )
     return cls
 
@@ -161,11 +160,8 @@ class HeadTypes:
             # the decoder alone is another model
             return [n for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary]
         tags = any(config.token_labels for config in found.values())
-        parsers = (
-            name
-            for name, config in head_types.items()
-            if not config.task_classes and config is not StaticConfig
-        )
+        others = {n: c for n, c in head_types.items() if c is not StaticConfig}
+        parsers = [n for n, c in others.items() if not c.task_classes]
         return [*found, *(parsers if tags else ())]
 
 

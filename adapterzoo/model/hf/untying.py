@@ -68,6 +68,5 @@ def _check(model: Any) -> None:
     if again.to_dict() != twin.to_dict() or any(_FLAG in code.co_names for code in codes):
         raise StateError(
             f"a {type(model).__name__} computes something else with {_FLAG}=False, which the "
-            f"merged model needs: layers with a shared weight would differ. Keep the adapter "
-            f"active instead."
+            "merged model needs. Keep the adapter active instead."
         )

@@ -26,17 +26,7 @@ from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import replan
-from adapterzoo.model.heads import copies
-from adapterzoo.model.heads.tables import (
-    InactiveTable,
-    biases_of,
-    enter,
-    find,
-    free_place,
-    layer_of,
-    loaded,
-    update_outputs,
-)
+from adapterzoo.model.heads import copies, tables
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, layer_in
 
@@ -61,7 +51,7 @@ def add(
     Raises:
         ConfigError: an argument is not legal, or does not fit the others.
     """
-    layer = free_place(model, name)
+    layer = tables.free_place(model, name)
     if (reference_embedding is None) != (reference_tokenizer is None):
         raise ConfigError("reference_embedding and reference_tokenizer: write both, or neither.")
     width = layer.embedding_dim
@@ -74,22 +64,23 @@ def add(
     table = torch.empty(rows, width).normal_(std=_STD)
     if padding is not None:
         table[padding] = 0.0
-    made = InactiveTable(
+    made = tables.InactiveTable(
         nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding
     )
     if reference_embedding is not None:
         # the rows of the tokens that both vocabularies have, and their biases
-        source, known = find(model, reference_embedding).weight, reference_tokenizer.get_vocab()
+        source = tables.find(model, reference_embedding).weight
+        known = reference_tokenizer.get_vocab()
         shared = [token for token in vocabulary if token in known]
         to = torch.tensor([vocabulary[token] for token in shared], dtype=torch.long)
         of = torch.tensor([known[token] for token in shared], dtype=torch.long)
         of = of.to(source.device)
         made.weight[to.to(source.device)] = source[of].to(made.weight.dtype)
-        for key, bias in biases_of(model, reference_embedding).items():
+        for key, bias in tables.biases_of(model, reference_embedding).items():
             own = bias.new_zeros(*bias.shape[:-1], rows)
             own[..., to.to(bias.device)] = bias[..., of.to(bias.device)]
             made.keep(key, nn.Parameter(own, False) if isinstance(bias, nn.Parameter) else own)
-    enter(model, name, made)
+    tables.enter(model, name, made)
     warn_of_positions(model, tokenizer)
 
 
@@ -98,10 +89,10 @@ def padding_of(model: AdaptedModel, tokenizer: Any, rows: int) -> int | None:
 
     Args:
         model: with adapters.
-        tokenizer: None: the model's own padding token is meant.
+        tokenizer: None: the model's own padding token is used.
         rows: of the table.
     """
-    own = loaded(model)[DEFAULT_EMBEDDINGS].padding_idx
+    own = tables.loaded(model)[DEFAULT_EMBEDDINGS].padding_idx
     if own is None:
         return None
     padding = own if tokenizer is None else getattr(tokenizer, "pad_token_id", None)
@@ -115,12 +106,12 @@ def warn_of_positions(model: AdaptedModel, tokenizer: Any) -> None:
         model: with adapters.
         tokenizer: of the vocabulary of the embeddings that are active now.
     """
-    padding, table = getattr(tokenizer, "pad_token_id", None), layer_of(model).weight
+    padding, table = getattr(tokenizer, "pad_token_id", None), tables.layer_of(model).weight
     for module in model._backbone.modules():
         number = vars(module).get("padding_idx")
-        tables = (m for m in module.children() if isinstance(m, nn.Embedding))
+        embeddings = (m for m in module.children() if isinstance(m, nn.Embedding))
         # RoBERTa and its relatives count positions, whose table has a row for padding
-        counts = [m for m in tables if m.padding_idx == number and m.weight is not table]
+        counts = [m for m in embeddings if m.padding_idx == number and m.weight is not table]
         if isinstance(number, int) and counts and number != padding:
             _LOG.warning(
                 "This model counts positions by the tokens that are not number %s, and the "
@@ -154,9 +145,9 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         output[anatomy.output.path] = cast("Any", output_layer)
     # all modules that have the table of tokens
     embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
-    tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
-    tables |= {path: cast("Any", m) for path, m in plain.items() if m is table}
-    layers = tables | output
+    inputs = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
+    inputs |= {path: cast("Any", m) for path, m in plain.items() if m is table}
+    layers = inputs | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
     taken = [
@@ -169,7 +160,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     try:
         resized = change()
     finally:
-        for path, module in tables.items():
+        for path, module in inputs.items():
             now = cast("Any", layer_in(model, path))
             if now is not module:
                 module.weight, module.num_embeddings = now.weight, now.num_embeddings
@@ -190,16 +181,14 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         head = anatomy.output and _measured(model, anatomy.output)
         model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=sites, output=head)
         replan(model)
-    update_outputs(model)
+    tables.update_outputs(model)
     return resized
 
 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
     state = model._adapter_state
     if state.head or layers.keys() & state.originals.keys():
-        raise StateError(
-            f"{listing(state.merged)} is merged into the vocabulary. Write reset_adapter() first."
-        )
+        raise StateError(f"{listing(state.merged)} is merged. Write reset_adapter() first.")
     # a head that an adapter has for itself is resized with it
     there = [
         (name, adapters_of(layer)[name])
@@ -216,8 +205,7 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
         last = max(adapter.ids) if isinstance(adapter, TokenRows) else 0
         if size is not None and last >= size:
             raise StateError(
-                f"new_num_tokens={size}: {name!r} has a row of the token {last}. Write "
-                f"new_num_tokens={last + 1} or more."
+                f"{name!r} has a row of the token {last}. Write new_num_tokens={last + 1} or more."
             )
 
 
@@ -243,7 +231,7 @@ def save(
         CheckpointError: the folder cannot be written.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
-    weight = find(model, name).weight
+    weight = tables.find(model, name).weight
     folder = Path(folder)
     if tokenizer is not None:
         # files of another tokenizer there would be read with it
@@ -259,7 +247,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
         CheckpointError: there is no table, or it does not fit the model.
     """
     folder = Path(folder)
-    layer = free_place(model, name)
+    layer = tables.free_place(model, name)
     weight = files.read_tensor(folder / _TABLE)
     if weight.dim() != 2 or weight.shape[1] != layer.embedding_dim or not len(weight):
         raise CheckpointError(
@@ -274,7 +262,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder / _TOKENIZER, local_files_only=True)
     padding = padding_of(model, tokenizer, len(weight))
     table = nn.Parameter(weight.to(layer.weight.device, layer.weight.dtype), False)
-    enter(model, name, InactiveTable(table, padding))
+    tables.enter(model, name, tables.InactiveTable(table, padding))
     if tokenizer is not None:
         warn_of_positions(model, tokenizer)
     return tokenizer
