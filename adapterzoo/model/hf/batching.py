@@ -469,7 +469,7 @@ class Batch:
             if member is None:
                 content = self._contents.of(model, variant)
             else:
-                content = cast("Pool", variant.pool).claim(member) + base
+                content = cast("Any", variant.pool).claim(member) + base
             self.pins[key] = replace(pinned(variant, input_ids, content, base), member=member)
 
     def _include(self, variant: Variant) -> Variant:
