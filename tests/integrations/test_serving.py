@@ -213,7 +213,6 @@ def test_on_a_cpu_the_cache_fits_into_what_is_free(tmp_path, monkeypatch):
         until(lambda: requests.batch_processor is not None)
         taken = requests.continuous_batching_config.max_memory_percent * memory.total
         assert taken == pytest.approx(0.6 * memory.available)
-        assert requests.batch_processor.cache.available_memory < taken
     finally:
         requests.stop(block=True)
 
