@@ -23,10 +23,15 @@ OTHERS = (
 )  # fmt: skip
 
 
-def run(pieces: list[str], folder: Path, **environment: str) -> list[tuple[int, str]]:
-    """The exit status and the output of each piece, run in the folder one after the other."""
+def run(
+    pieces: list[str], folder: Path, bare: bool = False, **environment: str
+) -> list[tuple[int, str]]:
+    """The exit status and the output of each piece, run in the folder one after the other.
+
+    A bare process has imported the command line, and none of the slow packages.
+    """
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *["bare"] * bare],
         input=json.dumps(pieces),
         stdout=subprocess.PIPE,
         text=True,
@@ -62,9 +67,11 @@ def forked(piece: str) -> tuple[int, str]:
 
 def main() -> None:
     """Read the pieces, run them and write what came of them."""
-    for name in OTHERS:
+    is_bare = bool(sys.argv[1:])
+    for name in ("adapterzoo.cli",) if is_bare else OTHERS:
         importlib.import_module(name)
-    found = [name for name in sys.modules if name.partition(".")[0] == "adapterzoo"]
+    unwanted = OTHERS[1:] if is_bare else ("adapterzoo",)
+    found = [name for name in sys.modules if name.partition(".")[0] in unwanted]
     if found:
         raise SystemExit(f"not fresh: {found}")
     sys.stdout.write(json.dumps([forked(piece) for piece in json.load(sys.stdin)]))
