@@ -155,7 +155,8 @@ def _as_lora(
 def readers(model: AdaptedModel, name: str) -> dict[str, str]:
     """Return the servers that can be given an adapter, and how: `"exact"` or `"SVD"`.
 
-    The model needs no weights. The answers are those of `export`, with `energy=1.0` for "SVD".
+    The model needs no weights. The answers are those of `export`, with `energy=1.0` for "SVD". A
+    bias that the adapter adds is not seen while it is zero, or if there are no weights.
 
     Args:
         model: a model with adapters.
@@ -168,9 +169,9 @@ def readers(model: AdaptedModel, name: str) -> dict[str, str]:
         try:
             refuse_other(model, name)
             config = form.at_sites_of(model._adapter_state.find(name).config, model.anatomy)
+            how = "exact" if _has_factors(model, name) else "SVD"
         except (ConfigError, LookupError, StateError):
             return {}
-        how = "exact" if _has_factors(model, name) else "SVD"
         lora = make(model, config)
         document = {**stored.metadata, "config": lora.config.to_dict()}
         stored = dataclasses.replace(stored, metadata=document, adapter=named_tensors(lora.coming))

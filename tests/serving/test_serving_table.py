@@ -61,6 +61,7 @@ def test_the_readers_of_an_adapter_are_those_of_the_page():
     for family, text in table.rows():
         model = table.ours(family)
         model.add_adapter("a", table.TEXTS.get(text, text))
+        table.stir(model, "a")
         cells = {server: PAGE[family, text, server] for server in table.SERVERS}
         expected = {server: cell for server, cell in cells.items() if cell != table.REFUSED}
         if (found := readers(model, "a")) != expected:
