@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from typing import Any
-
-from torch import nn
 
 from .errors import ConfigError, argument
 
@@ -22,10 +21,17 @@ _BYTES = 200
 # a name is a part of a state-dict key, where dots separate parts, and the name of a folder, on
 # Windows too
 _FORBIDDEN = r"./\\:|()*?\"<>\x00-\x1f\x7f\ud800-\udfff"
-_LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
+LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
+"""The characters of names."""
 
-# transformers finds modules by getattr; the last is that of the container itself
-_TAKEN = frozenset(dir(nn.ModuleDict())) | {"name_prefix"}
+
+@functools.cache
+def _taken() -> frozenset[str]:
+    """Return the attributes of a container: transformers finds modules by getattr."""
+    from torch import nn
+
+    # the last is that of our container itself
+    return frozenset(dir(nn.ModuleDict())) | {"name_prefix"}
 
 
 def check_name(name: object, other: str | None = None) -> str:
@@ -49,17 +55,17 @@ def check_name(name: object, other: str | None = None) -> str:
         why = f"transformers reads it inside regular expressions, where it is not one: {error}"
     if len(name) > _LENGTH or len(name.encode(errors="replace")) > _BYTES:
         why = f"it is longer than {_LENGTH} characters or {_BYTES} bytes"
-    elif not _LEGAL.fullmatch(name):
+    elif not LEGAL.fullmatch(name):
         why = 'it is empty, or has one of . / \\ : | ( ) * ? " < > in it, or a blank at an end'
     elif name == BASE:
         why = "in adapter_names it means the base model"
-    elif name in _TAKEN:
+    elif name in _taken():
         why = "the container of adapters and heads has an attribute of this name"
     if why:
         # a legal name that is like this one
         legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
         legal = legal.encode()[:_BYTES].decode(errors="ignore")
-        legal = f"{legal}_task" if legal in _TAKEN else legal
+        legal = f"{legal}_task" if legal in _taken() else legal
         advice = repr(legal) if other is None else argument(other, legal, "load_adapter")
         raise ConfigError(f"the name {name!r} cannot be used: {why}. Write {advice}.")
     return name

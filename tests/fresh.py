@@ -26,9 +26,14 @@ OTHERS = (
 )  # fmt: skip
 
 
-def run(pieces: list[str], folder: Path, **environment: str) -> list[tuple[int, str]]:
-    """The exit status and the output of each piece, run in the folder one after the other."""
-    found = [_reply(piece, folder, environment) for piece in pieces]
+def run(
+    pieces: list[str], folder: Path, bare: bool = False, **environment: str
+) -> list[tuple[int, str]]:
+    """The exit status and the output of each piece, run in the folder one after the other.
+
+    A bare process has imported the command line, and none of the slow packages.
+    """
+    found = [_reply(piece, folder, bare, environment) for piece in pieces]
     return [(status, errors + printed) for status, printed, errors in found]
 
 
@@ -38,13 +43,15 @@ def command(*words: object, folder: Path = ROOT, code: int = 0) -> subprocess.Co
     piece = (
         f"import runpy, sys; sys.argv = {line}; runpy.run_module('adapterzoo', None, '__main__')"
     )
-    done = subprocess.CompletedProcess(line, *_reply(piece, folder, {}))
+    done = subprocess.CompletedProcess(line, *_reply(piece, folder, False, {}))
     assert done.returncode == code, done.stderr
     return done
 
 
-def _reply(piece: str, folder: Path, environment: dict[str, str]) -> tuple[int, str, str]:
-    process = _started(tuple(sorted(environment.items())))
+def _reply(
+    piece: str, folder: Path, bare: bool, environment: dict[str, str]
+) -> tuple[int, str, str]:
+    process = _started(bare, tuple(sorted(environment.items())))
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([piece, str(folder)]) + "\n")
@@ -54,10 +61,10 @@ def _reply(piece: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
 
 
 @functools.cache
-def _started(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
-    """The process that imports, of all pieces with this environment."""
+def _started(bare: bool, environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """The process that imports, for all pieces with this environment."""
     process = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *["bare"] * bare],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -98,9 +105,11 @@ def forked(piece: str, folder: str) -> tuple[int, str, str]:
 
 def main() -> None:
     """Run each piece that is read, and write what came of it."""
-    for name in OTHERS:
+    is_bare = bool(sys.argv[1:])
+    for name in ("adapterzoo.cli",) if is_bare else OTHERS:
         importlib.import_module(name)
-    found = [name for name in sys.modules if name.partition(".")[0] == "adapterzoo"]
+    unwanted = OTHERS[1:] if is_bare else ("adapterzoo",)
+    found = [name for name in sys.modules if name.partition(".")[0] in unwanted]
     if found:
         raise SystemExit(f"not fresh: {found}")
     for line in sys.stdin:

@@ -1,15 +1,17 @@
 """The command `adapterzoo`: its subcommands, their options and examples, and exit codes.
 
-0: success; 1: an error, with one message on standard error; 2: invalid usage. What is wrong with a
-value is said by the library; `spell` writes its hints with the options of the command. The modules
-that do the work import torch and transformers, and are imported when a command runs.
+0: success; 1: an error, with one message on standard error; 2: invalid usage. `checks` refuses
+wrong values before torch is imported; the library refuses the rest, and `spell` writes its hints
+with the options of the command. The modules that do the work are imported when a command runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -24,8 +26,8 @@ from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 from adapterzoo.registry import RECOMMENDED
 
-from . import glance
-from .methods import check_method
+from . import checks, glance
+from .methods import change_forms, check_method
 from .output import (
     be_quiet,
     note,
@@ -113,6 +115,7 @@ class NamedCommand(click.Command):
         call = " ".join([str(ctx.info_name), *given])
         try:
             with naming(call, spell):
+                checks.check_options(ctx.params)
                 return super().invoke(ctx)
         except AdapterZooError as error:
             raise RefusedError(str(error)) from error
@@ -121,13 +124,13 @@ class NamedCommand(click.Command):
         except BrokenPipeError:
             # click ends quietly
             raise
-        # RuntimeError: of torch, such as for a device that is not there
+        # RuntimeError: of torch
         except (OSError, RuntimeError) as error:
             raise RefusedError(f"{call}: {error}") from error
 
 
 class App(click.Group):
-    """The commands in the order in which users need them; a misspelled one is told its name."""
+    """The commands, in the order in which users need them; suggests one for a misspelled name."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command that is called.
@@ -189,7 +192,9 @@ _model = click.option(
     metavar="MODEL",
     help="Folder or Hub name of the base model.  [default: the one named by the adapter]",
 )
-_revision = click.option("--revision", is_eager=True, help="Branch, tag or commit on the Hub.")
+_revision = click.option("--revision", is_eager=True,
+                         help="Branch, tag or commit of the adapter on the Hub.")  # fmt: skip
+_head = click.option("--head/--no-head", default=True, help="Write the adapter's head too.")
 _columns = click.option("--column", "columns", multiple=True, metavar="ROLE=NAME",
                         callback=lambda _ctx, option, given: _pairs(option, given),
                         help="Name of a column, such as text=review; may be repeated.")  # fmt: skip
@@ -199,18 +204,48 @@ _batch_size = click.option(
 _device = click.option("--device", help="cpu or cuda.  [default: cuda if available]")
 
 
-def _path(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    """Return a folder or a name on the Hub; a misspelled folder is refused before any import.
+def _path(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Return a folder or a name on the Hub; refuse a misspelled folder.
 
     Raises:
         BadParameter: there is no such folder, but one of a similar name.
     """
+    if value is None:
+        return value
     path = Path(value.partition("@")[0])
     # unlike Path.exists, os.access does not raise if a parent is not accessible
     is_here = ctx.params.get("revision") is not None or os.access(path, os.F_OK)
     if not is_here and (near := nearest(path)):
         raise click.BadParameter(f"there is no folder {value!r}.{near}", param=option)
     return value
+
+
+def _opened(path: str, revision: str | None, progress: str = "") -> Any:
+    """Return the checkpoint of an adapter; see `checkpoints.open_checkpoint`."""
+    checks.check_adapter(path)
+    be_quiet(progress)
+
+    from .checkpoints import open_checkpoint
+
+    return open_checkpoint(path, revision)
+
+
+class _Above0(click.FloatRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Return the number.
+
+        Args:
+            value: to convert.
+            param: the option.
+            ctx: of this call.
+        """
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not finite.", param, ctx)
 
 
 def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
@@ -244,8 +279,8 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--method", default=RECOMMENDED,
               help="Config string of the adapter, see `adapterzoo methods`.")  # fmt: skip
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
-@click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
-@click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
+@click.option("--epochs", default=3.0, type=_Above0(), help="Passes over the training data.")
+@click.option("--lr", default=1e-3, type=_Above0(),
               help="Initial learning rate; decays to 0.")  # fmt: skip
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
@@ -254,9 +289,8 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
               help="How the head reduces a text or image to one vector.  [default: auto]"
               )  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), help="Layers of the head.  [default: 1]")
-@click.option(
-    "--seed", default=0, type=click.IntRange(min=0), help="Seed of weights and row order."
-)
+@click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1),
+              help="Seed of weights and row order.")  # fmt: skip
 @click.option("--save-steps", type=click.IntRange(min=1),
               help="Steps between two checkpoints.  [default: an epoch]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue a run that has not ended, to the same bits.")
@@ -296,17 +330,21 @@ def train_command(
         names = [Path(file).stem for file in train_files]
         if len({*names}) < len(names):
             raise click.UsageError("Files of --train have equal names. Rename one of them.")
+    for every in names:
+        checks.check_name(every)
     tried = _tried(sweeps)
     head = {key: value for key in ("pooling", "layers")
             if (value := options.pop(key)) is not None}  # fmt: skip
     for key in {**head, **dict.fromkeys(key for each in tried for key in each)}:
         if key in ("pooling", "layers") and key not in kind.head_options:
             raise click.UsageError(f"--{key} has no effect on --task {task}. Leave it out.")
-    if unknown := columns.keys() - kind.roles.keys():
-        raise click.UsageError(f"--column {min(unknown)}=…: the columns of --task {task} are "
-                               f"{', '.join(kind.roles)}.")  # fmt: skip
-    for method in [options["method"], *(each.get("method") for each in tried)]:
-        check_method(method)
+    kind.check_columns(columns)
+    for each in tried:
+        check_method(each.get("method"))
+    folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
+    for folder in folders:
+        checks.check_folder(str(folder))
+        glance.refuse_to_replace(folder, "native")
     data = []
     for file, tested in itertools.zip_longest(map(Path, train_files), map(Path, eval_files)):
         rows = kind.read(read(file), columns)
@@ -316,9 +354,9 @@ def train_command(
             kind.check_test(tested, test, classes)
         data.append((rows, test, classes))
     given = {**options, **head, "task": task, "name": name, "sweep": sweeps, "column": columns,
-             "train": digest([rows for rows, _, _ in data]), "save_steps": save_steps}  # fmt: skip
+             "train": digest([names[1:] and names, *(rows for rows, _, _ in data)]),
+             "eval": digest([test for _, test, _ in data]), "save_steps": save_steps}  # fmt: skip
     check(Path(output), given, resume)
-
     from .training import Job, train
 
     shown = wants_progress(as_json)
@@ -345,7 +383,6 @@ def train_command(
         swept = [{**each, **metrics} for each, metrics in zip(tried, found, strict=True)]
         print_table([*titles, "output"], [[m.get(t) for t in (*titles, "output")] for m in swept])
         return
-    folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
     found = train([job(i, each, folders[i], {}) for i, each in enumerate(names)], **options)
     if len(found) == 1:
         print_facts(found[0], as_json)
@@ -357,29 +394,29 @@ def train_command(
         print_table([*titles, "output"], [[m[t] for t in (*titles, "output")] for m in found])
 
 
-# options that can be swept → the type of their values
-_SWEPT: dict[str, Callable[[str], Any]] = {
-    "method": str, "epochs": float, "lr": float, "batch-size": int, "seed": int, "layers": int,
-}  # fmt: skip
+_SWEPT = ("method", "epochs", "lr", "batch-size", "seed", "layers")
 
 
 def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the combinations of the values of `--sweep`.
 
     Raises:
-        UsageError: one is not OPTION=VALUES.
+        UsageError: one is not OPTION=VALUES, or a value is not legal.
     """
+    types = {each.opts[0][2:]: each.type for each in click.get_current_context().command.params}
     grid: dict[str, list[Any]] = {}
     for text in sweeps:
         key, _, given = text.partition("=")
-        # commas in brackets belong to a config string
-        values = re.split(r",(?![^\[]*\])", given)
         try:
-            grid[key.replace("-", "_")] = [_SWEPT[key](value) for value in values]
-        except (KeyError, ValueError) as error:
+            if key not in _SWEPT:
+                raise click.UsageError(f"the options are {', '.join(_SWEPT)}")
+            # commas in brackets belong to a config string
+            values = re.split(r",(?![^\[]*\])", given)
+            grid[key.replace("-", "_")] = [types[key].convert(each, None, None) for each in values]
+        except click.UsageError as error:
             raise click.UsageError(
-                f"--sweep {text}: the options are {', '.join(_SWEPT)}, each with values. Write "
-                "--sweep lr=1e-4,1e-3 or --sweep epochs=1,3."
+                f"--sweep {text}: {error.message.removesuffix('.')}. Write --sweep lr=1e-4,1e-3 or "
+                "--sweep epochs=1,3."
             ) from error
     if not grid:
         return []
@@ -407,7 +444,7 @@ def _tried(sweeps: tuple[str, ...]) -> list[dict[str, Any]]:
               help="Maximum tokens to generate.")  # fmt: skip
 @_device
 @_columns
-@click.option("--revision", is_eager=True, help="Branch, tag or commit of PATH on the Hub.")
+@_revision
 def predict_command(
     path: str,
     text: tuple[str, ...],
@@ -436,21 +473,23 @@ def predict_command(
     if sum(map(bool, typed.values())) + (file is not None) != 1:
         raise click.UsageError("Write either --text or --file; or --question and --context, or "
                                "--image.")  # fmt: skip
-    if output is not None:
-        # a file that cannot be written is found before the work
-        Path(output).open("a").close()
+    checks.check_file(output)
     if file is not None:
         table = read(Path(file))
     else:
         rows = [row for each in typed.values() for row in each]
         table = Table(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
-
-    from .checkpoints import open_checkpoint
-    from .training import predict, write
+    checks.check_adapter(path)
+    seen = glance.look(path)
+    task = None if seen is None else tasks.get(str(seen.settings.get("task")))
+    if seen is not None and task is not None:
+        task.read_inputs(table, {**seen.settings.get("columns", {}), **options["columns"]}, path)
 
     shown = wants_progress(as_json)
-    be_quiet(shown)
-    checkpoint = open_checkpoint(path, revision)
+    checkpoint = _opened(path, revision, shown)
+
+    from .training import predict, write
+
     task, predictions = predict(checkpoint, table, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
@@ -473,18 +512,19 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     """Describe an adapter: format, config, base model, head, sizes, fingerprint.
 
     PATH is a folder, or 'user/repository' on the Hub, in the native format, AdapterHub's or PEFT's.
-    "pinned" is a name with which every command and load_adapter take this adapter and no other.
+    "pinned" is a name by which every command and load_adapter accept this adapter and no other.
     Configs of other formats are shown unchanged; with --model the adapter is compared with the
     model, and its config is shown as adapterzoo reads it.
     """
-    facts = glance.facts_of(path) if model is None else None
-    if facts is None:
-        from .checkpoints import open_checkpoint
-        from .inspecting import facts_of
+    seen = glance.look(path) if model is None else None
+    if seen is not None:
+        print_facts(seen.facts(), as_json)
+        return
+    checkpoint = _opened(path, revision)
 
-        be_quiet()
-        facts = facts_of(open_checkpoint(path, revision), model)
-    print_facts(facts, as_json)
+    from .inspecting import facts_of
+
+    print_facts(facts_of(checkpoint, model), as_json)
 
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
@@ -493,7 +533,8 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 @click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
 @click.option("--for", "server", type=click.Choice(SERVERS[:-1]),
               help="Prove that this server computes what the adapter computes here.")  # fmt: skip
-@click.option("--adapter", metavar="SRC", help="With --for: the adapter that was exported to PATH.")
+@click.option("--adapter", metavar="SRC", callback=_path,
+              help="With --for: the adapter that was exported to PATH.")  # fmt: skip
 @click.option("--converter", metavar="FILE",
               help="With --for gguf: the converter of llama.cpp, to run instead of "
               "following its rules.")  # fmt: skip
@@ -516,9 +557,9 @@ def verify_command(
     Its weights are read only if the adapter's files hold copies of some. Exits with 1 if anything
     is wrong.
 
-    With --for, PATH is read as that server does, by rules from its source, and applied to the plain
-    --model. Its logits and weights are compared with those of SRC here, or of PATH itself, in which
-    values that are wrong in the file cannot be seen.
+    With --for, PATH is read as that server reads it, by rules from its source, and applied to the
+    plain --model. Its logits and weights are compared with those of SRC here. Without SRC, they are
+    compared with those of PATH itself, which hides values that are wrong in its files.
     """
     if server is not None and model is None:
         raise click.UsageError("--for needs --model with the base model.")
@@ -526,11 +567,13 @@ def verify_command(
         if server is None and value is not None:
             raise click.UsageError(f"--{option} needs --for with a server.")
 
-    from .checkpoints import open_checkpoint
-    from .inspecting import prove, verify
-
-    be_quiet()
     if server is not None:
+        for each in filter(None, (path, adapter)):
+            checks.check_adapter(each)
+        be_quiet()
+
+        from .inspecting import prove
+
         proof = prove(path, server, str(model), adapter, revision, converter)
         if as_json:
             print_json(proof.to_dict())
@@ -538,7 +581,10 @@ def verify_command(
             click.echo(printable(str(proof), allowed="\n"))
         sys.exit(not proof.is_equal)
     try:
-        checkpoint = open_checkpoint(path, revision)
+        checkpoint = _opened(path, revision)
+
+        from .inspecting import verify
+
         facts = verify(checkpoint, model, fingerprint)
     except AdapterZooError as error:
         if as_json:
@@ -568,7 +614,7 @@ def verify_command(
 @click.argument("model")
 @click.argument("adapter", callback=_path)
 @click.option("--plot", metavar="FILE", help="Write a heat map too: .svg, .png or .pdf.")
-@click.option("--revision", is_eager=True, help="Branch, tag or commit of ADAPTER on the Hub.")
+@_revision
 @_json
 def report_command(
     model: str, adapter: str, plot: str | None, revision: str | None, as_json: bool
@@ -576,17 +622,15 @@ def report_command(
     """Show which layers of MODEL an adapter reaches, and how much it changes each of them.
 
     The table has ‖ΔW‖ / ‖W‖ for each block and kind of layer, with the Frobenius norms of the
-    change and of the base model's weight; what looks wrong is said above it. MODEL is loaded with
-    its weights; --plot needs matplotlib.
+    change and of the base model's weight; warnings stand above it. MODEL is loaded with its
+    weights; --plot needs matplotlib.
     """
-    if plot is not None:
-        Path(plot).open("a").close()
+    checks.check_plot(plot)
+    checkpoint = _opened(adapter, revision, wants_progress(as_json))
 
-    from .checkpoints import open_checkpoint
     from .inspecting import report_on
 
-    be_quiet(wants_progress(as_json))
-    report = report_on(open_checkpoint(adapter, revision), model)
+    report = report_on(checkpoint, model)
     if plot is not None:
         report.plot(plot)
         note(f"{plot}: a heat map of {len(report.blocks):,} blocks")
@@ -600,20 +644,15 @@ def report_command(
 
 
 def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    """Check a format or a method; methods are imported only if it is not a format.
+    """Check a format or a method.
 
     Raises:
         BadParameter: it is neither.
     """
-    if value in FORMATS:
-        return value
-    from adapterzoo import methods  # noqa: F401  registers them
-    from adapterzoo.config import change_forms
-
-    if value not in change_forms:
+    if value not in FORMATS and value not in (forms := change_forms()):
         raise click.BadParameter(
             f"{value!r} is neither a format ({listing(FORMATS)}) nor a conversion method "
-            f"({listing(change_forms)})."
+            f"({listing(forms)})."
         )
     return value
 
@@ -630,8 +669,8 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
 )
 @_model
 @click.option("--name", help="Name of the adapter in DST.  [default: its own]")
-@click.option("--head/--no-head", default=True, help="Whether to write the head too.")
-@click.option("--revision", is_eager=True, help="Branch, tag or commit of SRC on the Hub.")
+@_head
+@_revision
 @click.option("--rank", type=click.IntRange(min=1), help="To a method: the largest rank.")
 @click.option(
     "--energy",
@@ -665,14 +704,14 @@ def convert_command(
     if to in FORMATS and given:
         raise click.UsageError(f"--{given[0]} needs --to with a method, not a format.")
     report = options.pop("report")
-    if report is not None:
-        Path(report).open("a").close()
-
-    from .checkpoints import open_checkpoint
+    checks.check_name(name)
+    checks.check_file(report)
+    checks.check_folder(dst)
+    if to in FORMATS:
+        glance.refuse_to_replace(Path(dst), to)
+    checkpoint = _opened(src, revision, wants_progress(False))
     from .converting import convert, convert_method
 
-    be_quiet(wants_progress(False))
-    checkpoint = open_checkpoint(src, revision)
     if to in FORMATS:
         convert(checkpoint, dst, to, model, name, head)
         click.echo(f"{dst}: {checkpoint.kind} in the format {to!r}, from {checkpoint.format!r}")
@@ -692,8 +731,8 @@ def convert_command(
 @_model
 @click.option("--name", help="Name of the adapter in the commands that are printed.  "
               "[default: its own]")  # fmt: skip
-@click.option("--head/--no-head", default=True, help="Whether to write the head too.")
-@click.option("--revision", is_eager=True, help="Branch, tag or commit of SRC on the Hub.")
+@_head
+@_revision
 @click.option("--rank", type=click.IntRange(min=1),
               help="Largest rank of what is written of an adapter that is not exact.")  # fmt: skip
 @click.option(
@@ -701,7 +740,7 @@ def convert_command(
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of the squared singular values to keep in each layer of such an adapter.",
 )
-@click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")),
+@click.option("--dtype", type=click.Choice(checks.DTYPES),
               help="dtype of DST.  [default: that of SRC]")  # fmt: skip
 @click.option("--merge", is_flag=True, help="Write a whole model with the adapter merged instead.")
 @click.option("--max-shard-size", metavar="SIZE",
@@ -721,8 +760,8 @@ def export_command(
     """Write an adapter as a server reads it, and print how to start the server.
 
     SRC is a folder or 'user/repository', DST a folder. DST has PEFT's files with a LoRA that the
-    server computes exactly; what it does not read is refused. An adapter of another method becomes
-    a LoRA where it is one; otherwise --rank or --energy allow the nearest one, and the errors are
+    server computes exactly; what it does not read is refused. An adapter whose change has low-rank
+    factors becomes a LoRA; for others, --rank or --energy allow the nearest one, and the errors are
     printed. With --merge, DST is a plain model in the class that has the adapter's head.
     """
     lacking = [n for n in ("rank", "energy", "dtype", "name") if merge and options[n] is not None]
@@ -730,14 +769,14 @@ def export_command(
         raise click.UsageError(f"--{lacking[0]} has no effect with --merge.")
     if max_shard_size is not None and not merge:
         raise click.UsageError("--max-shard-size needs --merge.")
-    if merge and Path(dst).is_dir() and any(Path(dst).iterdir()):
-        raise ConfigError(f"{dst!r} exists already. Write a new folder, or empty this one.")
+    checks.check_name(options["name"])
+    if merge:
+        checks.check_new(dst)
+    checks.check_folder(dst)
+    checkpoint = _opened(src, revision, wants_progress(as_json))
 
-    from .checkpoints import open_checkpoint
     from .converting import export, export_merged
 
-    be_quiet(wants_progress(as_json))
-    checkpoint = open_checkpoint(src, revision)
     if merge:
         model, head = options["model"], options["head"]
         found = export_merged(checkpoint, dst, serve, model, head, max_shard_size)
@@ -762,8 +801,8 @@ def export_command(
     help="transformers class to write, such as BertForSequenceClassification.  "
     "[default: that of BASE, or one that has the adapter's head]",
 )
-@click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
-@click.option("--revision", is_eager=True, help="Branch, tag or commit of ADAPTER on the Hub.")
+@_head
+@_revision
 def merge_command(
     base: str, adapter: str, out: str, architecture: str | None, head: bool, revision: str | None
 ) -> None:
@@ -773,14 +812,11 @@ def merge_command(
     methods that change weights can be merged. The adapter's head replaces that of BASE in a class
     of transformers that has such a head; if there is none, BASE keeps its class and head.
     """
-    if Path(out).is_dir() and any(Path(out).iterdir()):
-        raise ConfigError(f"{out!r} exists already. Write a new folder, or empty this one.")
+    checks.check_new(out)
+    checkpoint = _opened(adapter, revision, wants_progress(False))
 
-    from .checkpoints import open_checkpoint
     from .converting import merge
 
-    be_quiet(wants_progress(False))
-    checkpoint = open_checkpoint(adapter, revision)
     model_class, lost_head, lost_tokenizer = merge(checkpoint, base, out, architecture, head)
     click.echo(f"{out}: a {model_class}")
     if lost_head is not None:
@@ -800,7 +836,8 @@ def merge_command(
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
 @_device
-@click.option("--dtype", default="auto", help="Of the base model, such as bfloat16.")
+@click.option("--dtype", default="auto", type=click.Choice(("auto", *checks.DTYPES)),
+              help="dtype of the base model; auto: that of its file.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(min=0),
               help="Of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
 @click.option("--slots", type=click.IntRange(min=1),
@@ -824,8 +861,13 @@ def serve_command(
     """Serve MODEL and adapters by OpenAI's protocol, all in one batch of requests.
 
     A request names its adapter in "model": NAME:ADAPTER, or NAME for the base model. The server is
-    that of transformers, which pip install 'adapterzoo[serve]' brings along.
+    that of transformers, which pip install 'adapterzoo[serve]' installs.
     """
+    for each in adapters:
+        checks.check_adapter(each.rpartition("=")[2])
+    if not all(map(importlib.util.find_spec, ("openai", "uvicorn"))):
+        raise ConfigError("openai or uvicorn is missing. Write pip install 'adapterzoo[serve]'.")
+
     from adapterzoo.serving import server
 
     be_quiet()
@@ -874,6 +916,7 @@ def push_command(
             results[name] = float(value)
         except ValueError as error:
             raise click.UsageError(f"--metric {metric!r} is not NAME=NUMBER.") from error
+    checks.check_adapter(path)
 
     from adapterzoo import hub
 
@@ -925,8 +968,9 @@ def methods_command(model: str | None, as_json: bool) -> None:
     """List all config strings, for --method of `train` and for `add_adapter`.
 
     Each has the number of parameters with its default config, whether it can be merged into the
-    weights (then `export` writes it for other servers; the others are served by `serve`), and the
-    formula of its adapters.
+    weights, the servers for which `export` writes it, exactly or as the nearest LoRA ("SVD"), and
+    the formula of its adapters. The servers are those for MODEL, or for a Llama; without any, a
+    method is served by `serve`.
     """
     from .methods import table
 
@@ -937,11 +981,17 @@ def methods_command(model: str | None, as_json: bool) -> None:
         return
     rows = [
         (", ".join([each["name"], *each["aliases"]]), each["parameters"],
-         {True: "yes", False: "no", None: "-"}[each["merges"]],
+         {True: "yes", False: "no", None: "-"}[each["merges"]], _servers(each["servers"]),
          each["formula"] or each["problem"].partition("\n")[0])
         for each in found
     ]  # fmt: skip
-    print_table(("method", "parameters", "merges", "formula"), rows)
+    print_table(("method", "parameters", "merges", "servers", "formula"), rows)
+
+
+def _servers(found: dict[str, str]) -> str:
+    """Return the names of servers, or "all", and how they take a method; it is the same for all."""
+    names = "all" if {*found} == {*SERVERS[:-1]} else ", ".join(found)
+    return f"{names} (SVD)" if "SVD" in found.values() else names or "-"
 
 
 @command("doctor", example="adapterzoo doctor --json")

@@ -8,13 +8,13 @@ from typing import Any
 
 from adapterzoo import hub, serving
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.formats.fit import PINNED_DIGITS
 from adapterzoo.hub.names import is_complete
 from adapterzoo.model.checkpointing import fingerprint_of
 from adapterzoo.model.report import AdapterReport
 from adapterzoo.serving import Proof
 
-from .checkpoints import CheckpointFolder, open_checkpoint
+from .checkpoints import open_checkpoint
+from .glance import CheckpointFolder
 from .models import fitted, on_fitted
 
 
@@ -28,31 +28,7 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint does not fit the model, or the model cannot be loaded.
     """
-    facts: dict[str, Any] = {
-        "path": checkpoint.path,
-        "format": checkpoint.format,
-        "holds": checkpoint.kind,
-        "name": checkpoint.name,
-        "base_model": checkpoint.base,
-        "base_revision": checkpoint.origin.revision,
-        "base_digest": checkpoint.origin.digest,
-        "model_type": checkpoint.metadata.get("model_type"),
-        "method": checkpoint.method,
-        "head": checkpoint.head_type,
-        "labels": checkpoint.labels,
-        "parameters": sum(t.numel() for t in checkpoint.tensors.values()),
-        "tensors": len(checkpoint.tensors),
-        "dtypes": sorted({str(t.dtype)[len("torch.") :] for t in checkpoint.tensors.values()}),
-        "bytes": sum(checkpoint.sizes.values()),
-        "files": dict(checkpoint.sizes),
-        "fingerprint": checkpoint.fingerprint,
-        "pinned": _pinned(checkpoint, checkpoint.fingerprint),
-        "config": checkpoint.metadata.get("config"),
-        "meta": dict(checkpoint.meta),
-        "compared_with": None,
-    }
-    if checkpoint.format == "peft":
-        facts["config"] = {k: v for k, v in checkpoint.metadata.items() if v not in (None, {}, [])}
+    facts = checkpoint.facts()
     if model is None:
         if checkpoint.pinned is not None and checkpoint.fingerprint is None:
             raise CheckpointError(
@@ -71,13 +47,8 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
         facts["method"] = config["architecture"]
         facts["config"] = config
         facts["fingerprint"] = fingerprint_of(found.model, found.stored)
-        facts["pinned"] = _pinned(checkpoint, facts["fingerprint"])
+        facts["pinned"] = checkpoint.pin(facts["fingerprint"])
     return facts
-
-
-def _pinned(checkpoint: CheckpointFolder, fingerprint: str | None) -> str | None:
-    """Return the name that loads this adapter and no other; None without a fingerprint."""
-    return None if fingerprint is None else f"{checkpoint.path}@{fingerprint[:PINNED_DIGITS]}"
 
 
 def verify(

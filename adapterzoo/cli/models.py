@@ -21,7 +21,6 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     StateError,
-    argument,
 )
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
@@ -30,7 +29,8 @@ from adapterzoo.model.heads.named import FIELD
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class, text_config
 
-from .checkpoints import CheckpointFolder
+from .checks import no_model
+from .glance import CheckpointFolder
 from .output import note
 
 T = TypeVar("T")
@@ -88,10 +88,7 @@ def load(cls: Any, base: str, **kwargs: Any) -> Any:
     # an unknown name, a folder without config, an unknown model type, truncated weights
     except (safetensors.SafetensorError, ImportError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"the base model {base!r} cannot be loaded ({reason}). Write "
-            f"{argument('model', 'MODEL')}, the folder of a model or its name on the Hub."
-        ) from error
+        raise no_model(base, reason) from error
 
 
 def tokenizer_of(base: str) -> Any:
@@ -161,7 +158,7 @@ def on_fitted(
         head is not None and head.scores_vocabulary and {checkpoint.format, writes} != {"native"}
     )
     if not copies and FIELD not in (checkpoint.head or {}):
-        # NotImplementedError: of torch, for values of weights on the meta device
+        # for values of weights on the meta device, by torch and by a conversion
         with contextlib.suppress(NotImplementedError, StateError):
             cls = _class_of(checkpoint)
             make = cls.from_config if cls is AutoAdapterModel else cls._from_config

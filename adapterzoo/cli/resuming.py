@@ -17,10 +17,12 @@ _COMMAND = "command.json"
 
 
 def digest(rows: object) -> str:
-    """Return a digest of rows; images that are open count by their size alone."""
+    """Return a digest of rows; images count by their paths and sizes."""
 
     def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else getattr(value, "size", None)
+        if isinstance(value, Path):
+            return str(value), value.stat().st_size
+        return getattr(value, "size", None)
 
     return hashlib.sha256(json.dumps(rows, default=plain).encode()).hexdigest()[:16]
 

@@ -239,12 +239,17 @@ def labels(value: Any, folder: Path) -> str | list[str]:
 
 
 def answers(value: Any, folder: Path) -> list[tuple[str, int | None]]:
-    """Return answers with their starts; None for one that is found by its text."""
+    """Return answers with their starts; None for one that is found by its text.
+
+    A question without an answer has an empty text, or no texts.
+    """
+    if value in ("", []):
+        return []
     if isinstance(value, dict):
         starts = value.get("answer_start", value.get("start"))
         value, starts = value.get("text"), starts if isinstance(starts, list) else [starts]
         found = value if isinstance(value, list) else [value]
-        if found and len(found) == len(starts):
+        if len(found) == len(starts):
             return [(text(t, folder), _start(s)) for t, s in zip(found, starts, strict=True)]
         raise ValueError("no texts with starts")
     return [(text(value, folder), None)]

@@ -12,9 +12,11 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
 
 from adapterzoo.errors import CheckpointError, ConfigError, listing
 
@@ -47,6 +49,7 @@ class Bench:
         new_tokens: maximum tokens to generate.
         limit: maximum tokens of the model.
         progress: how to show it, see `output.wants_progress`.
+        settings: of the training, see `Task.settings`.
     """
 
     model: Any
@@ -57,6 +60,7 @@ class Bench:
     new_tokens: int = 64
     limit: int = 0
     progress: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def batches(self, features: Sequence[Row], collate: Any) -> Iterator[tuple[list[int], Any]]:
         """Yield the numbers of the features of each batch, and the batch; similar lengths first.
@@ -190,6 +194,20 @@ class Task(ABC):
                 raise ConfigError(f"line {number} of {str(table.path)!r} {problem}")
         return found
 
+    def check_columns(self, chosen: Iterable[str]) -> None:
+        """Check the roles for which the user has chosen columns.
+
+        Args:
+            chosen: names of roles.
+
+        Raises:
+            UsageError: the task does not have one.
+        """
+        if unknown := {*chosen} - {*self.roles, *self.inputs}:
+            raise click.UsageError(
+                f"--column {min(unknown)}=…: the columns of this task are {', '.join(self.roles)}."
+            )
+
     def problem(self, row: Row) -> str | None:
         """Return what is wrong with a row, to follow its name, and what to write; None: nothing."""
         return None
@@ -197,6 +215,10 @@ class Task(ABC):
     def labels_in(self, row: Row) -> Iterable[str]:
         """Return the labels in a row."""
         return ()
+
+    def settings(self, rows: Sequence[Row]) -> Row:
+        """Return what `predict` must know of the training data; it is saved with the adapter."""
+        return {}
 
     def classes(self, path: Path, rows: Sequence[Row]) -> list[str]:
         """Return all labels, sorted; numbers are sorted by value.
@@ -246,6 +268,7 @@ class Task(ABC):
         if table.is_typed and table.rows[0].keys() != {*self.options}:
             asked = " and ".join(f"--{each}" for each in self.options)
             raise ConfigError(f"{path!r} predicts {self.title}. Write {asked}, or --file.")
+        self.check_columns(chosen)
         return table.select(self.inputs, {} if table.is_typed else chosen)
 
     # --- the model ---
@@ -276,28 +299,32 @@ class Task(ABC):
 
     def collator(self, bench: Bench) -> Any:
         """Return what makes a batch of features."""
-        from transformers import DataCollatorWithPadding
-
-        return DataCollatorWithPadding(bench.processor)
+        return _padding(bench)
 
     @abstractmethod
     def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         """Return what is printed for each row."""
 
+    @abstractmethod
     def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
         """Return the metrics of an adapter on test data."""
-        found = self.predict(rows, bench)
-        right = [self.is_right(row, each) for row, each in zip(rows, found, strict=True)]
-        return {"accuracy": sum(right) / len(right)}
 
-    def is_right(self, row: Row, predicted: Row) -> bool:
-        """Return whether a prediction is that of the test data."""
-        return bool(row["label"] == predicted.get("label"))
+
+def _padding(bench: Bench) -> Any:
+    """Return what makes a batch of inputs without labels."""
+    from transformers import DataCollatorWithPadding
+
+    return DataCollatorWithPadding(bench.processor)
 
 
 class _Classification(Task):
-    """One label for each row, or any number of them."""
+    """One label for each row, or any number of them.
 
+    Attributes:
+        adds: name of the method that adds the head.
+    """
+
+    adds: ClassVar[str]
     separator: ClassVar[str] = "|"
     head_options: ClassVar[frozenset[str]] = frozenset({"layers", "pooling"})
 
@@ -308,16 +335,12 @@ class _Classification(Task):
         self, model: Any, name: str, labels: Sequence[str], rows: Sequence[Row], options: Row
     ) -> None:
         layers = options.get("layers", 1)
-        self.adds(model)(
+        getattr(model, self.adds)(
             name, num_labels=len(labels), id2label=dict(enumerate(labels)),
             multilabel=isinstance(rows[0]["label"], list),
             # a single layer has no activation
             **{"activation_function": "tanh" if layers > 1 else None, **options, "layers": layers},
         )  # fmt: skip
-
-    @abstractmethod
-    def adds(self, model: Any) -> Any:
-        """Return the method that adds the head."""
 
     @abstractmethod
     def encoded(self, rows: Sequence[Row], bench: Bench) -> Sequence[Row]:
@@ -329,15 +352,20 @@ class _Classification(Task):
             return [float(label in row["label"]) for label in bench.labels]
         return bench.labels.index(row["label"])
 
-    def scored(self, key: str, rows: Sequence[Row], bench: Bench) -> list[Row]:
-        """Return each row's input with its label and probabilities."""
+    def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         logits = bench.logits(self.encoded(rows, bench), self.collator(bench))
         kind = bench.model.get_head(bench.model.active_head).config.problem_type
-        several = kind == "multi_label_classification"
+        several, (key,) = kind == "multi_label_classification", self.options
         return [
             {key: str(row[key]), **_scores(each, bench.labels, several)}
             for row, each in zip(rows, logits, strict=True)
         ]
+
+    def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
+        found = zip(rows, self.predict(rows, bench), strict=True)
+        return {
+            "accuracy": sum(row["label"] == each.get("label") for row, each in found) / len(rows)
+        }
 
 
 def _scores(logits: torch.Tensor, names: Sequence[str], several: bool) -> Row:
@@ -355,6 +383,7 @@ class _TextClassification(_Classification):
     """A label, or any number of labels, for each text or pair of texts."""
 
     title: ClassVar[str] = "the label of each text"
+    adds: ClassVar[str] = "add_classification_head"
     inputs: ClassVar[Mapping[str, Role]] = {
         "text": Role(("text", "sentence", "sentence1", "premise"), cells.text),
         "pair": Role(("text_pair", "sentence2", "hypothesis"), cells.text, is_needed=False),
@@ -362,9 +391,6 @@ class _TextClassification(_Classification):
     roles: ClassVar[Mapping[str, Role]] = {
         **inputs, "label": Role(("label", "labels"), cells.labels)
     }  # fmt: skip
-
-    def adds(self, model: Any) -> Any:
-        return model.add_classification_head
 
     def encoded(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         texts = [row["text"] for row in rows]
@@ -376,14 +402,12 @@ class _TextClassification(_Classification):
         found = zip(self.encoded(rows, bench), rows, strict=True)
         return [{**each, "labels": self.target(row, bench)} for each, row in found]
 
-    def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
-        return self.scored("text", rows, bench)
-
 
 class _ImageClassification(_Classification):
     """A label, or any number of labels, for each image."""
 
     title: ClassVar[str] = "the label of each image"
+    adds: ClassVar[str] = "add_image_classification_head"
     inputs: ClassVar[Mapping[str, Role]] = {"image": Role(("image", "img", "file"), cells.image)}
     roles: ClassVar[Mapping[str, Role]] = {
         **inputs, "label": Role(("label", "labels"), cells.labels)
@@ -398,9 +422,6 @@ class _ImageClassification(_Classification):
 
         return load(AutoImageProcessor, base)
 
-    def adds(self, model: Any) -> Any:
-        return model.add_image_classification_head
-
     def encoded(self, rows: Sequence[Row], bench: Bench) -> Sequence[Row]:
         return _Images(rows, bench)
 
@@ -411,9 +432,6 @@ class _ImageClassification(_Classification):
         from transformers import default_data_collator
 
         return default_data_collator
-
-    def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
-        return self.scored("image", rows, bench)
 
 
 class _Images(Sequence[Row]):
@@ -504,7 +522,7 @@ class _TokenClassification(Task):
 
     def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         windows = list(self._windows(rows, bench))
-        logits = bench.logits([inputs for _, inputs, _ in windows], super().collator(bench))
+        logits = bench.logits([inputs for _, inputs, _ in windows], _padding(bench))
         # a word that the tokenizer drops keeps the first label
         found = [[bench.labels[0]] * len(row["tokens"]) for row in rows]
         for (number, _, places), each in zip(windows, logits, strict=True):
@@ -562,15 +580,20 @@ class _QuestionAnswering(Task):
 
     def problem(self, row: Row) -> str | None:
         text, start = self._answer(row)
-        if start >= 0 and row["context"][start : start + len(text)] == text:
+        if text is None or (start >= 0 and row["context"][start : start + len(text)] == text):
             return None
         return (
             f"has the answer {text!r}, which is not in its context at that place. Write its text."
         )
 
+    def settings(self, rows: Sequence[Row]) -> Row:
+        return {} if all(row["answers"] for row in rows) else {"no_answer": True}
+
     @staticmethod
-    def _answer(row: Row) -> tuple[str, int]:
-        """Return the first answer and its place; −1 if it is not in the context."""
+    def _answer(row: Row) -> tuple[str | None, int]:
+        """Return the first answer, or None, and its place; −1 if it is not in the context."""
+        if not row["answers"]:
+            return None, -1
         text, start = row["answers"][0]
         start = row.get("start") if start is None else start
         return text, row["context"].find(text) if start is None else start
@@ -602,16 +625,20 @@ class _QuestionAnswering(Task):
         found = []
         for number, inputs, places in self._windows(rows, bench):
             text, start = self._answer(rows[number])
-            end = start + len(text)
+            end = start + len(text or "")
             inside = [i for i, p in enumerate(places) if p and p[0] < end and p[1] > start]
             whole = inside and places[inside[0]][0] <= start and places[inside[-1]][1] >= end
-            # a part without the answer points to the token that stands for the whole
-            ids = inputs["input_ids"]
-            cls = bench.processor.cls_token_id
-            nowhere = ids.index(cls) if cls in ids else 0
+            nowhere = self._nowhere(inputs, bench)
             first, last = (inside[0], inside[-1]) if whole else (nowhere, nowhere)
             found.append({**inputs, "start_positions": first, "end_positions": last})
         return found
+
+    @staticmethod
+    def _nowhere(inputs: Row, bench: Bench) -> int:
+        """Return the place of the token to which a part without the answer points."""
+        ids: list[int] = inputs["input_ids"]
+        cls = bench.processor.cls_token_id
+        return ids.index(cls) if cls in ids else 0
 
     def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         import torch
@@ -619,33 +646,45 @@ class _QuestionAnswering(Task):
         windows = list(self._windows(rows, bench))
         inputs = [each for _, each, _ in windows]
         logits = bench.logits(inputs, self.collator(bench), ("start_logits", "end_logits"))
-        best: list[tuple[float, Row]] = [(-math.inf, {})] * len(rows)
-        for (number, _, places), each in zip(windows, logits, strict=True):
+        none = {"answer": "", "start": 0, "end": 0, "score": 0.0}
+        best = [(-math.inf, none)] * len(rows)
+        # of all parts the lowest score of no answer counts, as in SQuAD v2
+        lacking = [(math.inf, 0.0)] * len(rows)
+        for (number, part, places), each in zip(windows, logits, strict=True):
+            left = each.shape[0] - len(places) if bench.processor.padding_side == "left" else 0
             here = [i for i, place in enumerate(places) if place is not None]
+            nowhere = left + self._nowhere(part, bench)
+            least = float(each[nowhere].sum()), float(each.softmax(0)[nowhere].prod())
+            lacking[number] = min(lacking[number], least)
             if not here:
                 continue
-            left = each.shape[0] - len(places) if bench.processor.padding_side == "left" else 0
             own = each[torch.tensor(here) + left]  # [tokens of the context, 2]
             sums = own[:, :1] + own[:, 1]  # [first, last]
             allowed = torch.ones_like(sums).triu().tril(_ANSWER - 1).bool()
-            at = int(sums.where(allowed, -math.inf).argmax())
-            first, last = divmod(at, len(here))
+            first, last = divmod(int(sums.where(allowed, -math.inf).argmax()), len(here))
             if float(sums[first, last]) <= best[number][0]:
                 continue
             start, end = places[here[first]][0], places[here[last]][1]
             shares = own.softmax(0)
             best[number] = float(sums[first, last]), {
-                "question": rows[number]["question"],
                 "answer": rows[number]["context"][start:end], "start": start, "end": end,
                 "score": float(shares[first, 0] * shares[last, 1]),
             }  # fmt: skip
-        return [each for _, each in best]
+        if bench.settings.get("no_answer"):
+            best = [
+                (score, {**none, "score": share}) if score > found[0] else found
+                for (score, share), found in zip(lacking, best, strict=True)
+            ]
+        return [
+            {"question": row["question"], **found}
+            for row, (_, found) in zip(rows, best, strict=True)
+        ]
 
     def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
         exact = overlap = 0.0
         for row, found in zip(rows, self.predict(rows, bench), strict=True):
             ours = _plain(found["answer"])
-            known = [_plain(text) for text, _ in row["answers"]]
+            known = [_plain(text) for text, _ in row["answers"]] or [[]]
             exact += max(ours == each for each in known)
             overlap += max(_overlap(ours, each) for each in known)
         return {"exact_match": exact / len(rows), "f1": overlap / len(rows)}
@@ -663,7 +702,30 @@ def _overlap(one: Sequence[str], other: Sequence[str]) -> float:
     return 2 * both / max(len(one) + len(other), 1) if one or other else 1.0
 
 
-class _TextGeneration(Task):
+class _Generation(Task):
+    """A text for each row.
+
+    Attributes:
+        first: number of the first label of a row that has a logit.
+    """
+
+    head_options: ClassVar[frozenset[str]] = frozenset()
+    length: ClassVar[int] = 512
+    metric: ClassVar[tuple[str, int]] = ("perplexity", -1)
+    keeps_head: ClassVar[bool] = True
+    first: ClassVar[int]
+
+    def collator(self, bench: Bench) -> Any:
+        from transformers import DataCollatorForSeq2Seq
+
+        return DataCollatorForSeq2Seq(bench.processor)
+
+    def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
+        features = self.features(rows, bench)
+        return {"perplexity": bench.perplexity(features, self.collator(bench), self.first)}
+
+
+class _TextGeneration(_Generation):
     """The next tokens; with a prompt, only those of the completion are learned."""
 
     title: ClassVar[str] = "the continuation of a text or prompt"
@@ -675,10 +737,8 @@ class _TextGeneration(Task):
     inputs: ClassVar[Mapping[str, Role]] = {
         "prompt": Role(("prompt", "instruction", "text"), cells.text)
     }
-    head_options: ClassVar[frozenset[str]] = frozenset()
-    length: ClassVar[int] = 512
-    metric: ClassVar[tuple[str, int]] = ("perplexity", -1)
-    keeps_head: ClassVar[bool] = True
+    # the logit of a token is at the one before
+    first: ClassVar[int] = 1
 
     def problem(self, row: Row) -> str | None:
         if "completion" in row if "prompt" in row else "text" in row:
@@ -712,11 +772,6 @@ class _TextGeneration(Task):
             })  # fmt: skip
         return found
 
-    def collator(self, bench: Bench) -> Any:
-        from transformers import DataCollatorForSeq2Seq
-
-        return DataCollatorForSeq2Seq(bench.processor)
-
     def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         bench.processor.padding_side = "left"
         found = []
@@ -724,16 +779,11 @@ class _TextGeneration(Task):
         for row in rows:
             ids = _prompt(row["prompt"], bench.processor)[-room:]
             found.append({"input_ids": ids, "attention_mask": [1] * len(ids)})
-        texts = bench.generated(found, super().collator(bench), skip=True)
+        texts = bench.generated(found, _padding(bench), skip=True)
         return [{"prompt": r["prompt"], "completion": t} for r, t in zip(rows, texts, strict=True)]
 
-    def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
-        # the logit of a token is at the one before
-        found = bench.perplexity(self.features(rows, bench), self.collator(bench), first=1)
-        return {"perplexity": found}
 
-
-class _Seq2Seq(Task):
+class _Seq2Seq(_Generation):
     """A text for a text, by an encoder and a decoder."""
 
     title: ClassVar[str] = "a text for each text, such as a summary"
@@ -743,10 +793,7 @@ class _Seq2Seq(Task):
     roles: ClassVar[Mapping[str, Role]] = {
         **inputs, "target": Role(("target", "output", "summary", "highlights"), cells.text)
     }  # fmt: skip
-    head_options: ClassVar[frozenset[str]] = frozenset()
-    length: ClassVar[int] = 512
-    metric: ClassVar[tuple[str, int]] = ("perplexity", -1)
-    keeps_head: ClassVar[bool] = True
+    first: ClassVar[int] = 0
 
     def add_head(
         self, model: Any, name: str, labels: Sequence[str], rows: Sequence[Row], options: Row
@@ -766,18 +813,9 @@ class _Seq2Seq(Task):
         found = zip(self._encoded(rows, bench), tokens["input_ids"], strict=True)
         return [{**each, "labels": labels} for each, labels in found]
 
-    def collator(self, bench: Bench) -> Any:
-        from transformers import DataCollatorForSeq2Seq
-
-        return DataCollatorForSeq2Seq(bench.processor)
-
     def predict(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
-        texts = bench.generated(self._encoded(rows, bench), super().collator(bench), skip=False)
+        texts = bench.generated(self._encoded(rows, bench), _padding(bench), skip=False)
         return [{"source": r["source"], "target": t} for r, t in zip(rows, texts, strict=True)]
-
-    def measure(self, rows: Sequence[Row], bench: Bench) -> dict[str, float]:
-        found = bench.perplexity(self.features(rows, bench), self.collator(bench), first=0)
-        return {"perplexity": found}
 
 
 def _prompt(text: str, tokenizer: Any) -> list[int]:

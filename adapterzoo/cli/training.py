@@ -6,6 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import os
 import signal
 import tempfile
 import time
@@ -17,9 +18,12 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from adapterzoo.auto import AutoAdapterModel
+from adapterzoo.config import AdapterConfig
+from adapterzoo.errors import ConfigError
 from adapterzoo.multi.trainer import MultiAdapterTrainer, RunPrinter
+from adapterzoo.names import check_name
 
-from .checkpoints import CheckpointFolder, refuse_to_replace
+from .glance import CheckpointFolder
 from .models import base_of, load, load_into, tokens_of_text
 from .output import PAUSE, note
 from .resuming import checkpoints
@@ -109,8 +113,11 @@ class _Stop:
         before = signal.getsignal(signal.SIGINT)
 
         def ask(*_: object) -> None:
+            if self.is_asked:
+                note("Stopped at once.")
+                # an exception would wait for the thread of the step
+                os._exit(130)
             self.is_asked = True
-            signal.signal(signal.SIGINT, before)
             note("Stopping after this step; press Ctrl-C again to stop at once.")
 
         signal.signal(signal.SIGINT, ask)
@@ -161,8 +168,10 @@ def train(
     """
     outputs = [job.output for job in jobs if job.output is not None]
     outputs += [] if best is None else [folder]
-    for output in outputs:
-        refuse_to_replace(output, "native")
+    for job in jobs:
+        check_name(job.name)
+        AdapterConfig.load(job.method)
+    on = _device(device)
     kind = tasks[task]
     processor = kind.processor(model)
     set_seed(jobs[0].seed)
@@ -174,12 +183,13 @@ def train(
             set_seed(job.seed)
         adapted.add_adapter(job.name, config=job.method)
         kind.add_head(adapted, job.name, job.classes, job.rows, job.head)
-    adapted.to(device or _default_device())
+    adapted.to(on)
     wanted = max_length or kind.length
     length = 0 if kind.is_visual else tokens_of_text(adapted, processor, wanted)
     benches = {
         job.name: Bench(model=adapted, processor=processor, length=length, labels=job.classes,
-                        batch_size=job.batch_size, progress=progress)
+                        batch_size=job.batch_size, progress=progress,
+                        settings=kind.settings(job.rows))
         for job in jobs
     }  # fmt: skip
     features = {job.name: kind.features(job.rows, benches[job.name]) for job in jobs}
@@ -240,7 +250,9 @@ def train(
                 metrics |= {"eval_rows": len(job.tested), **kind.measure(job.tested, bench)}
             found.append(metrics)
             if job.output is not None:
-                metrics |= _saved(adapted, job, job.name, job.output, metrics, meta)
+                metrics |= _saved(
+                    adapted, job, job.name, job.output, metrics, {**meta, **bench.settings}
+                )
         if best is not None:
             name, sign = kind.metric
             chosen = max(found, key=lambda m: m[name] * sign if name in m else -m["train_loss"])
@@ -249,7 +261,9 @@ def train(
                 adapted.save_adapter(copy, chosen["name"])
                 adapted.load_adapter(copy, load_as=best)
             job = jobs[found.index(chosen)]
-            chosen |= _saved(adapted, job, best, folder, chosen, meta)
+            chosen |= _saved(
+                adapted, job, best, folder, chosen, {**meta, **benches[job.name].settings}
+            )
     return found
 
 
@@ -304,8 +318,7 @@ def predict(
         CheckpointError: the adapter does not fit, or is for no task.
         ConfigError: there is no base model, or the table lacks a column.
     """
-    found = checkpoint.meta.get("train")
-    settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    settings, on = checkpoint.settings, _device(device)
     base = base_of(checkpoint, model)
     # before the weights are read, if it is known
     name = settings.get("task")
@@ -319,7 +332,7 @@ def predict(
     rows = task.read_inputs(table, {**settings.get("columns", {}), **columns}, checkpoint.path)
     if adapted is None:
         adapted = _with_adapter(checkpoint, base, task.keeps_head)
-    adapted.to(device or _default_device())
+    adapted.to(on)
     processor = task.processor(base)
     length = max_length or settings.get("max_length") or task.length
     labels: Sequence[str] = ()
@@ -330,7 +343,7 @@ def predict(
         model=adapted, processor=processor, labels=labels, batch_size=batch_size,
         length=0 if task.is_visual else tokens_of_text(adapted, processor, length),
         limit=0 if task.is_visual else tokens_of_text(adapted, processor, _ANY),
-        new_tokens=max_new_tokens, progress=progress,
+        new_tokens=max_new_tokens, progress=progress, settings=settings,
     )  # fmt: skip
     return task, task.predict(rows, bench)
 
@@ -377,5 +390,19 @@ def _cell(value: object, separator: str) -> str:
     return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(given: str | None) -> torch.device:
+    """Return the device to compute on.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        torch.empty(1, device=device)
+    # AssertionError: torch is built for other devices
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device {given} is not there ({reason}). Write --device cpu."
+        ) from error
+    return device

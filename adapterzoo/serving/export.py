@@ -11,20 +11,21 @@ from typing import Any, cast
 
 import torch
 
-from adapterzoo import formats
+from adapterzoo import formats, inject
 from adapterzoo.config import DEFAULT_CHANGE_FORM, change_forms
 from adapterzoo.errors import ConfigError, StateError, argument, columns, in_python
 from adapterzoo.formats.checkpoint import Checkpoint, exported, inexpressible
 from adapterzoo.formats.peft import folder_bytes
 from adapterzoo.model import base, sharding
+from adapterzoo.model.adapters import make
 from adapterzoo.model.checkpointing import StrPath, checkpoint_of, whole
-from adapterzoo.model.conversion import Size, converted
+from adapterzoo.model.conversion import Size, converted, refuse_other
 from adapterzoo.model.conversion.certificate import LayerReport
 from adapterzoo.model.exporting import FORMAT, exporters
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.state import AdaptedModel, modules_of, named_tensors
+from adapterzoo.model.state import AdaptedModel, layer_in, modules_of, named_tensors
 
-from .servers import for_server, servers, unread
+from .servers import for_server, reads, servers, unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,45 @@ def _as_lora(
     document = {**stored.metadata, "config": record.config.to_dict()}
     tensors = named_tensors(record.coming)
     return dataclasses.replace(stored, metadata=document, adapter=tensors), tuple(layers)
+
+
+def readers(model: AdaptedModel, name: str) -> dict[str, str]:
+    """Return the servers that can be given an adapter, and how: `"exact"` or `"SVD"`.
+
+    The model needs no weights. The answers are those of `export`, with `energy=1.0` for "SVD". A
+    bias that the adapter adds is not seen while it is zero, or if there are no weights.
+
+    Args:
+        model: a model with adapters.
+        name: the adapter's name.
+    """
+    info, how = ModelInfo(model), "exact"
+    stored = checkpoint_of(model, name, False, None, FORMAT)
+    if unread(exported(stored, info), info) is not None:
+        form = change_forms.find(DEFAULT_CHANGE_FORM)
+        try:
+            refuse_other(model, name)
+            config = form.at_sites_of(model._adapter_state.find(name).config, model.anatomy)
+            how = "exact" if _has_factors(model, name) else "SVD"
+        except (ConfigError, LookupError, StateError):
+            return {}
+        lora = make(model, config)
+        document = {**stored.metadata, "config": lora.config.to_dict()}
+        stored = dataclasses.replace(stored, metadata=document, adapter=named_tensors(lora.coming))
+    shown = exported(stored, info)
+    return {key: how for key, each in servers.items() if key != "any" and reads(shown, info, each)}
+
+
+def _has_factors(model: AdaptedModel, name: str) -> bool:
+    """Return whether all changes of an adapter have factors that are no larger than the weight."""
+    for path, adapter in modules_of(model, name):
+        originals = model._adapter_state.originals.get(path, {})
+        for _, value, factors in (
+            inject.changes(layer_in(model, path), adapter, originals) if path else ()
+        ):
+            if factors is None or factors[0].shape[-2] > min(value.shape[-2:]):
+                return False
+    return True
 
 
 def _merging(name: str) -> str:

@@ -329,10 +329,10 @@ def for_server(
     def refused(why: str, *instead: str) -> CheckpointError:
         readers = [
             name for name, other in servers.items()
-            if name != "any" and other is not server and _reads(checkpoint, info, other)
+            if name != "any" and other is not server and reads(checkpoint, info, other)
         ]  # fmt: skip
         headless = replace(checkpoint, head={}, metadata={**checkpoint.metadata, "head": None})
-        without = [argument("with_head", False)] if _reads(headless, info, server) else []
+        without = [argument("with_head", False)] if reads(headless, info, server) else []
         hints = [*instead, *without, *(argument("serve", name) for name in readers)]
         return inexpressible(f"{server.title}: {why}", *(hints or [otherwise]))
 
@@ -346,7 +346,14 @@ class _UnreadError(Exception):
     """A server does not read an adapter; holds the reason, and hints at what it reads."""
 
 
-def _reads(checkpoint: Checkpoint, info: ModelInfo, server: Server) -> bool:
+def reads(checkpoint: Checkpoint, info: ModelInfo, server: Server) -> bool:
+    """Return whether a server reads a LoRA.
+
+    Args:
+        checkpoint: checkpoint of the LoRA.
+        info: the model's info.
+        server: from the table.
+    """
     try:
         _folder(checkpoint, info, server, None)
     except _UnreadError:

@@ -19,14 +19,16 @@ import torch
 from packaging.requirements import Requirement
 
 import adapterzoo
-from adapterzoo.cli import doctor, glance, inspecting, main
+from adapterzoo import AutoAdapterModel
+from adapterzoo.cli import checks, doctor, glance, main
 from adapterzoo.cli.app import FORMATS, POOLINGS, SERVERS, NamedCommand
-from adapterzoo.cli.checkpoints import open_checkpoint
-from adapterzoo.cli.methods import check_method, names
 from adapterzoo.config import config_strings
-from adapterzoo.errors import ConfigError, UnknownNameError
+from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
+from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import Pooling
+from adapterzoo.hub.names import KNOWN_FILES
+from adapterzoo.hub.search import LIBRARIES
 from adapterzoo.kernels import use
 from adapterzoo.serving.servers import servers
 
@@ -70,65 +72,14 @@ def test_the_commands_are_these_and_each_says_what_it_does(run):
 
 def test_what_is_named_twice_is_the_same():
     assert sorted(FORMATS) == sorted(formats)
+    assert {*checks.LIBRARIES} == {*LIBRARIES}
+    assert {*glance.FILES} == {*KNOWN_FILES}
+    assert checks.SETUP == SETUP
     assert get_args(Pooling) == POOLINGS
     assert tuple(servers) == SERVERS
 
 
 TRAIN = ("train", "--model", "none", "--output", "new", "--train")
-
-# what a fresh process may not import before it has told: they take more than a second
-SLOW = {"torch", "transformers", "datasets", "numpy", "huggingface_hub", "pandas"}
-IMPORTED = """
-import sys
-from adapterzoo.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(*sorted({name.partition(".")[0] for name in sys.modules} & SLOW), file=sys.stderr)
-"""
-TOLD = {
-    "help": (("--help",), 0, "Commands:"),
-    "help of a command": (("train", "--help"), 0, "--resume"),
-    "a wrong command": (("trian",), 2, "No such command 'trian'. Did you mean 'train'?"),
-    "a wrong option": (("info", "a", "--modle", "b"), 2, "--model"),
-    "a wrong file": ((*TRAIN, "rwos.csv"), 1, "no file 'rwos.csv'. Did you mean 'rows.csv'?"),
-    "a wrong ending": ((*TRAIN, "rows.xlsx"), 1, "'rows.xlsx' is none of '.csv'"),
-    "a wrong method": (
-        (*TRAIN, "rows.csv", "--method", "lroa[r=8]"), 1,
-        "there is no config string 'lroa'. Did you mean 'lora'?",
-    ),
-    "a wrong task": ((*TRAIN, "rows.csv", "--task", "tagging"), 2, "'tagging' is not one of"),
-    "a wrong column": (
-        (*TRAIN, "other.csv"), 1,
-        "has nothing in the column 'label' ('text', 'lable'). Did you mean --column label=lable?",
-    ),
-    "a wrong role": ((*TRAIN, "rows.csv", "--column", "txt=a"), 2, "are text, pair, label"),
-    "an option without effect": (
-        (*TRAIN, "rows.csv", "--task", "text-generation", "--pooling", "cls"), 2,
-        "--pooling has no effect on --task text-generation",
-    ),
-    "a wrong folder": (("info", "runs/reveiws"), 2, "Did you mean 'runs/reviews'?"),
-    "rows to predict": (("predict", "runs/reviews", "--file", "x.csv"), 1, "no file 'x.csv'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TOLD)
-def test_what_is_wrong_is_told_without_slow_imports(tmp_path, case):
-    (tmp_path / "runs" / "reviews").mkdir(parents=True)
-    (tmp_path / "rows.csv").write_text("text,label\nfine,a\ndull,b\n")
-    (tmp_path / "other.csv").write_text("text,lable\nfine,a\ndull,b\n")
-    (tmp_path / "rows.xlsx").touch()
-    arguments, code, message = TOLD[case]
-    script = f"SLOW = {SLOW!r}{IMPORTED}"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    *said, imported = done.stderr.splitlines()
-    assert imported == ""
-    assert message in done.stdout + " ".join(" ".join(said).split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -141,34 +92,6 @@ def test_each_command_starts_in_a_fresh_process(name):
     assert f"adapterzoo {name}" in done.stdout
 
 
-def test_info_of_our_own_needs_no_slow_import(trained):
-    script = f"SLOW = {SLOW!r}{IMPORTED}"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "info", trained["folder"], "--json"],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-    assert done.stderr == "\n"
-    expected = inspecting.facts_of(open_checkpoint(str(trained["folder"])), None)
-    assert json.loads(done.stdout) == json.loads(json.dumps(expected))
-
-
-def test_a_damaged_folder_is_left_to_the_slower_reader(run, trained, tmp_path):
-    file = shutil.copytree(trained["folder"], tmp_path / "a") / "adapter.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert glance.facts_of(str(tmp_path / "a")) is None
-    assert "is not what was written" in run("info", tmp_path / "a", code=1).stderr
-
-
-def test_names_of_methods_are_those_of_the_registry():
-    assert {*names()} == {*config_strings} - {"union"}
-    for text in ("seq_bn|lora[r=[1,2]]", "lora[target_modules=['a|b','c']]", "houlsby+inv"):
-        check_method(text)
-    with pytest.raises(UnknownNameError, match="'seqbn'"):
-        check_method("lora[r=8] | seqbn")
-
-
 def test_methods_lists_all_config_strings(run):
     found = json.loads(run("methods", "--json").stdout)
     listed = {name for each in found for name in (each["name"], *each["aliases"])}
@@ -177,9 +100,23 @@ def test_methods_lists_all_config_strings(run):
     # docs/methods.md has these numbers
     assert (rows["lora"]["parameters"], rows["lora"]["merges"]) == (294_912, True)
     assert (rows["seq_bn"]["parameters"], rows["seq_bn"]["merges"]) == (894_528, False)
+    # those of docs/serving.md
+    assert rows["boft"]["servers"] == dict.fromkeys(SERVERS[:-1], "SVD")
+    assert (rows["lora"]["servers"], rows["seq_bn"]["servers"]) == (
+        dict.fromkeys(SERVERS[:-1], "exact"), {},
+    )  # fmt: skip
     lines = run("methods").stdout.splitlines()
     assert len(lines) == len(found) + 1
     assert next(line for line in lines if line.startswith("houlsby") or "houlsby" in line)
+
+
+def test_methods_in_a_model(run, base):
+    found = json.loads(run("methods", "--model", base, "--json").stdout)
+    rows = {each["name"]: each for each in found}
+    model = AutoAdapterModel.from_pretrained(base)
+    model.add_adapter("a", "lora")
+    lora = model.adapter_summary(as_dict=True)[0]["#param"]
+    assert (rows["lora"]["parameters"], rows["lora"]["servers"]) == (lora, {"gguf": "exact"})
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -79,7 +79,7 @@ def test_push_then_info_list_and_predict(over_there, run, hub_client, trained, b
         (["info", "ann/none"], "ann/none"),
         (["push", "{folder}", "bob/his"], "bob/his"),
         (["push", ".", "ann/a"], "holds no adapter"),
-        (["push", "{folder}", "a//b"], "Repo id must be in the form"),
+        (["push", "{folder}", "a//b"], "is not a name of the Hub"),
         (["list", "--library", "torch"], "no library 'torch'"),
     ],
 )

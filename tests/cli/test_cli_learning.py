@@ -232,7 +232,7 @@ REFUSED = {
     "an unknown device": (["--device", "abacus"], "abacus"),
     "a name of a path": (["--name", "../up"], "'../up'"),
     "no model": (["--model", "no/such/folder"], "the base model 'no/such/folder' cannot be loaded"),
-    "no folder": (["--output", "rows.csv", "--name", "a"], "File exists: 'rows.csv'"),
+    "no folder": (["--output", "rows.csv", "--name", "a"], "rows.csv' is a file. Write a folder"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which the training data lack"),
     "another ending": (["--train", "more.xlsx"], "is none of '.csv'"),

@@ -48,6 +48,47 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_gives_the_same_bits(run, base, tab
     assert not (stopped / "checkpoints").exists()
 
 
+def test_a_second_ctrl_c_ends_at_once(base, table, tmp_path):
+    """Two real signals to a real process, the second before the step has ended."""
+    command = ["train", "--model", base, "--train", table, "--name", "a", *OPTIONS]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_STEP, *map(str, command), "--output", tmp_path / "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert next(line for line in process.stderr if "a step has begun" in line)
+    process.send_signal(signal.SIGINT)
+    assert next(line for line in process.stderr if line.startswith("Stopping after this step"))
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out, said) == (130, "", "Stopped at once.\n")
+    # no step has ended, and there is nothing to resume from
+    assert not list((tmp_path / "a" / "checkpoints").glob("*/*"))
+
+
+# a step that lasts longer than the test
+SLOW_STEP = """
+import sys, time
+from transformers import TrainerCallback
+from adapterzoo.cli import main, training
+
+class Slow(TrainerCallback):
+    def on_step_begin(self, *args, **kwargs):
+        print("a step has begun", file=sys.stderr, flush=True)
+        end = time.monotonic() + 300
+        while time.monotonic() < end:
+            time.sleep(0.1)
+
+class Watch(Slow, training._Watch):
+    pass
+
+training._Watch = Watch
+main(sys.argv[1:], prog_name="adapterzoo")
+"""
+
+
 @pytest.fixture
 def stopped(run, base, table, tmp_path, monkeypatch):
     """The command and the folder of a run of two adapters that was stopped after a checkpoint."""
@@ -90,6 +131,13 @@ def test_a_run_is_not_lost_or_continued_by_mistake(run, stopped, tmp_path):
     assert f"{there!r} has the checkpoints of a run that has not ended. Write --resume" in said
     said = run(*command, "--lr", 1, "--output", folder, "--resume", code=1).stderr
     assert "was started with another '--lr'" in said
+    tests = ["--eval", command[4], "--eval", command[4]]
+    said = run(*command, *tests, "--output", folder, "--resume", code=1).stderr
+    assert "was started with another '--eval'" in said
+    renamed = Path(shutil.copy(command[6], tmp_path / "renamed.csv"))
+    others = [renamed if each == command[6] else each for each in command]
+    said = run(*others, "--output", folder, "--resume", code=1).stderr
+    assert "was started with another '--train'" in said
     Path(command[6]).write_text("text,label\na,b\nc,d\n")
     said = run(*command, "--output", folder, "--resume", code=1).stderr
     assert "was started with another '--train'" in said

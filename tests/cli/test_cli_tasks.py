@@ -293,6 +293,11 @@ REFUSED = {
         "question-answering", {"question": "q", "context": "a b", "answer": "b", "start": 1},
         "not in its context at that place",
     ),
+    "a place without an answer": (
+        "question-answering",
+        {"question": "q", "context": "a", "answers": {"text": [], "answer_start": [0]}},
+        "has no texts with starts in the column 'answers'",
+    ),
     "answers without places": (
         "question-answering",
         {"question": "q", "context": "a", "answers": {"text": ["a"], "answer_start": []}},
@@ -370,3 +375,72 @@ def test_an_answer_is_in_each_part_that_has_all_of_it(pieces):
         assert len(ids) <= 12
         answers.append(pieces.processor.decode(ids[first : last + 1]) if last > first else None)
     assert {*answers} == {"b ##a ##b a ##b", None}
+
+
+def test_questions_without_an_answer(run, base_of, tmp_path):
+    """The first token is learned as the answer, and "" is predicted where its scores are higher."""
+    base, folder = base_of("question-answering"), tmp_path / "a"
+    rows: list[dict[str, Any]] = []
+    for n in range(32):
+        words, lacks = sentence(n), n % 4 == 0
+        name = next(word for word in words if word in NAMES)
+        text = " ".join("plot" if lacks and word == name else word for word in words)
+        answers = {"text": [name], "answer_start": [text.find(name)]}
+        answers = {"text": [], "answer_start": []} if lacks else answers
+        rows.append({"question": "the film was", "context": text, "answers": answers})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = run("train", "--task", "question-answering", "--model", base, "--train", file, "--eval",
+               file, "--output", folder, *SETTINGS, "--json").stdout  # fmt: skip
+    assert json.loads(said)["exact_match"] >= 0.9
+    model = AutoAdapterModel.from_pretrained(base).eval()
+    model.load_adapter(folder, set_active=True)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    found = run("predict", folder, "--file", file, "--batch-size", 5, "--json").stdout.splitlines()
+    empty = 0
+    for row, line in zip(rows, found, strict=True):
+        inputs = tokenizer([row["question"]], [row["context"]], return_tensors="pt")
+        with torch.no_grad():
+            output = model(**inputs)
+        start, end = output.start_logits[0], output.end_logits[0]
+        context = range(len(start) - len(row["context"].split()), len(start))
+        pairs = itertools.combinations_with_replacement(context, 2)
+        score = max(float(start[first] + end[last]) for first, last in pairs)
+        is_empty = float(start[0] + end[0]) > score
+        assert (json.loads(line)["answer"] == "") is is_empty
+        empty += is_empty
+    assert 0 < empty < len(rows)
+    # an adapter that has seen no such question never says so
+    config = folder / "adapter_config.json"
+    assert json.loads(config.read_text())["meta"]["train"]["no_answer"] is True
+
+
+def test_the_scores_of_questions_without_an_answer():
+    """As SQuAD v2 counts them: 1 for an empty answer to such a question, else 0."""
+
+    class Known(type(tasks["question-answering"])):  # type: ignore[misc]
+        def predict(self, rows: Any, bench: Any) -> Any:
+            return [{"answer": text} for text in ("", "a b", "", "b c")]
+
+    rows = [{"answers": []}, {"answers": []}, {"answers": [("b", None)]},
+            {"answers": [("b", None), ("c d", 1)]}]  # fmt: skip
+    found = Known().measure(rows, None)
+    assert found == {"exact_match": 1 / 4, "f1": pytest.approx((1 + 0 + 0 + 2 / 3) / 4)}
+
+
+def test_several_files_of_another_task(run, base_of, tmp_path):
+    """Two taggers in one run, each with the tags of its file."""
+    base, task = base_of("token-classification"), "token-classification"
+    for name, tag in (("one", "X"), ("two", "Y")):
+        rows = [{"tokens": sentence(n), "tags": [tag if w in NAMES else "O" for w in sentence(n)]}
+                for n in range(32)]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    given = ("train", "--task", task, "--model", base, *SETTINGS, "--json")
+    many = [part for file in files for part in ("--train", file)]
+    tests = [part for file in files for part in ("--eval", file)]
+    found = json.loads(run(*given, *many, *tests, "--output", tmp_path / "many").stdout)
+    assert [each["labels"] for each in found] == [["O", "X"], ["O", "Y"]]
+    assert all(each["f1"] >= 0.9 for each in found)
+    said = run("predict", tmp_path / "many" / "two", "--text", " ".join(sentence(1)), "--json")
+    assert {*json.loads(said.stdout)["tags"]} == {"O", "Y"}

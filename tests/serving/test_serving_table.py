@@ -9,6 +9,7 @@ import serving_table as table
 from peft_world import QUIET
 
 from adapterzoo.serving import servers as facts
+from adapterzoo.serving.export import readers
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 PAGE = table.read(table.PAGE.read_text(encoding="utf-8"))
@@ -53,6 +54,19 @@ def test_a_part_of_the_models(family):
 def test_every_cell(row):
     for server in table.ALL:
         check(row, server)
+
+
+def test_the_readers_of_an_adapter_are_those_of_the_page():
+    wrong = {}
+    for family, text in table.rows():
+        model = table.ours(family)
+        model.add_adapter("a", table.TEXTS.get(text, text))
+        table.stir(model, "a")
+        cells = {server: PAGE[family, text, server] for server in table.SERVERS}
+        expected = {server: cell for server, cell in cells.items() if cell != table.REFUSED}
+        if (found := readers(model, "a")) != expected:
+            wrong[family, text] = found
+    assert not wrong
 
 
 # --- the checks can fail ---

@@ -1,0 +1,251 @@
+"""Checks of the command line that run before slow imports, such as that of torch.
+
+They refuse what cannot be right, whatever the files contain. The library checks the rest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from adapterzoo.errors import CheckpointError, ConfigError, argument, unknown_name
+from adapterzoo.names import LEGAL
+
+from .glance import FILES
+from .methods import check_method
+from .rows import nearest
+
+# copies of names in transformers, hub and torch; a test compares them
+DTYPES = ("float32", "float16", "bfloat16")
+LIBRARIES = ("adapterzoo", "adapters", "peft")
+SETUP = "adapter_setup.json"
+_DEVICE = re.compile(r"(?:cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(?::\d+)?")
+_HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+_SIZE = re.compile(r"\d+(?:\.\d+)?(?:KB|MB|GB|TB)", re.IGNORECASE)
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_PLOTS = (".svg", ".png", ".pdf")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the options of a command that have the same meaning in all commands.
+
+    Args:
+        options: by the names of the parameters; None: not given.
+
+    Raises:
+        CheckpointError: there is no such base model.
+        ConfigError: a value cannot be right.
+    """
+    for name, check in _CHECKS.items():
+        if options.get(name) is not None:
+            check(options[name])
+
+
+def check_adapter(path: str) -> None:
+    """Check that a path can lead to an adapter.
+
+    Args:
+        path: a folder or a name on the Hub; `@` and a fingerprint or an organization may follow.
+
+    Raises:
+        CheckpointError: there is no such folder, and the Hub cannot have such a name; or the folder
+            holds no adapter.
+    """
+    name = path if os.access(path, os.F_OK) else path.partition("@")[0]
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    is_here = os.access(name, os.F_OK)
+    if is_here and Path(name).is_dir():
+        if not any(Path(name, file).is_file() for file in (*FILES, SETUP)):
+            raise no_adapter(name)
+        return
+    parts = name.rstrip("/").split("/")
+    is_path = name.startswith("~") or "\\" in name or ":" in name or {"", ".", ".."} & {*parts}
+    # old ids of AdapterHub, task@organization and @organization/name, may have one part
+    is_old = name != path and not is_path
+    if path.startswith("@") or is_old:
+        return
+    if is_path or is_here or len(parts) == 1:
+        raise CheckpointError(
+            f"there is no such folder, and {name!r} cannot be a repository of the Hub. Write "
+            f"the folder of an adapter or 'user/repository'."
+        )
+
+
+def no_adapter(path: str) -> CheckpointError:
+    """Return the error for a folder without an adapter.
+
+    Args:
+        path: as the user wrote it.
+    """
+    return CheckpointError(
+        f"{path!r} holds no adapter and no head in a known format. Write the folder of an "
+        f"adapter, or 'user/repository' for an adapter on the Hub."
+    )
+
+
+def no_model(base: str, reason: str) -> CheckpointError:
+    """Return the error for a base model that cannot be loaded.
+
+    Args:
+        base: as the user wrote it.
+        reason: why.
+    """
+    return CheckpointError(
+        f"the base model {base!r} cannot be loaded ({reason}). Write "
+        f"{argument('model', 'MODEL')}, the folder of a model or its name on the Hub."
+    )
+
+
+def check_name(name: str | None) -> None:
+    """Check the characters of the name of an adapter.
+
+    Args:
+        name: the name; None: nothing to check.
+
+    Raises:
+        ConfigError: one has a meaning in paths.
+    """
+    if name is not None and not LEGAL.fullmatch(name):
+        raise ConfigError(
+            f"the name {name!r} cannot be used: it is empty, or has a dot, a slash or another "
+            f"character of paths. Write --name my_task."
+        )
+
+
+def check_file(file: str | None, endings: Iterable[str] = ()) -> None:
+    """Check that a file can be written, and create it.
+
+    Args:
+        file: the path; None: nothing to check.
+        endings: of names; none: any.
+
+    Raises:
+        ConfigError: its name ends otherwise.
+        OSError: it cannot be written.
+    """
+    if file is None:
+        return
+    if endings and Path(file).suffix not in endings:
+        raise ConfigError(f"{file!r} does not end in {', '.join(endings)}. Write one of these.")
+    Path(file).open("a").close()
+
+
+def check_plot(file: str | None) -> None:
+    """Check that a plot can be drawn; see `check_file`."""
+    check_file(file, _PLOTS)
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib. Write pip install matplotlib.")
+
+
+def check_new(folder: str) -> None:
+    """Check that a folder for a whole model is new or empty.
+
+    Args:
+        folder: to be written.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    check_folder(folder)
+    if Path(folder).is_dir() and any(Path(folder).iterdir()):
+        raise ConfigError(f"{folder!r} exists already. Write a new folder, or empty this one.")
+
+
+def check_folder(folder: str) -> None:
+    """Check that a folder can be written.
+
+    Args:
+        folder: that may not exist.
+
+    Raises:
+        ConfigError: a file has its name, or the folder above it cannot be written.
+    """
+    path = Path(folder).absolute()
+    above = next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
+    if not above.is_dir():
+        raise ConfigError(f"{str(above)!r} is a file. Write a folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{str(above)!r}: Permission denied. Write a folder of your own.")
+
+
+def _check_model(base: str) -> None:
+    path, is_here = Path(base), os.access(base, os.F_OK)
+    if not is_here:
+        # a name on the Hub has at most one slash
+        is_path = base.startswith((".", "/", "~")) or base.count("/") > 1 or "\\" in base
+        near = nearest(path) if "/" in base else ""
+        if is_path or near:
+            raise no_model(base, f"there is no such folder.{near}" if near else "no such folder")
+    elif not (path / "config.json").is_file():
+        raise no_model(base, "it has no config.json" if path.is_dir() else "it is not a folder")
+
+
+def _check_device(device: str) -> None:
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"--device {device}: there is no such device. Write cpu or cuda.")
+
+
+def _check_size(size: str) -> None:
+    if not _SIZE.fullmatch(size):
+        raise ConfigError(f"--max-shard-size {size}: a size is a number with a unit. Write 5GB.")
+
+
+def _check_fingerprint(fingerprint: str) -> None:
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise ConfigError(
+            f"--fingerprint {fingerprint}: a fingerprint has 64 hexadecimal digits. Write the one "
+            f"that `adapterzoo info` prints."
+        )
+
+
+def _check_converter(file: str) -> None:
+    if not Path(file).is_file():
+        near = nearest(Path(file)) or " Write the path of the converter."
+        raise ConfigError(f"there is no file {file!r}.{near}")
+
+
+def _check_library(name: str) -> None:
+    if name not in LIBRARIES:
+        raise unknown_name("", "library", name, LIBRARIES)
+
+
+def _check_hub_name(name: str) -> None:
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not a name of the Hub. Write 'user/repository'.")
+
+
+def _check_architecture(name: str) -> None:
+    """Check the name of a class of transformers by the text of its files: importing it is slow."""
+    spec = importlib.util.find_spec("transformers")
+    folder = Path(spec.origin or "").parent / "models" if spec else Path()
+    listed = (folder / "auto" / "modeling_auto.py").read_text("utf-8")
+    wanted = f"class {name}(".encode()
+    if f'"{name}"' not in listed and not any(
+        wanted in file.read_bytes() for file in folder.glob("*/modeling_*.py")
+    ):
+        near = get_close_matches(name, re.findall(r'"(\w+For\w+)"', listed), 1)
+        raise ConfigError(
+            f"transformers has no model {name!r}. Write the name of a class, such as "
+            f"{near[0] if near else 'BertForSequenceClassification'!r}."
+        )
+
+
+# by the names of parameters
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "model": _check_model,
+    "base": _check_model,
+    "device": _check_device,
+    "method": check_method,
+    "max_shard_size": _check_size,
+    "fingerprint": _check_fingerprint,
+    "converter": _check_converter,
+    "library": _check_library,
+    "repo": _check_hub_name,
+    "base_model": _check_hub_name,
+    "architecture": _check_architecture,
+}
