@@ -661,27 +661,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # without a match the text is an unknown name
-        match = _CONFIG_STRING.fullmatch(text)
-        name, brackets = (match["name"], match["fields"]) if match else (text, None)
-        config: Config = cls.strings.find(name)()
-        keywords: list[ast.keyword] | None = None
-        try:
-            call = ast.parse(f"f({brackets or ''}\n)", mode="eval").body
-            # one call of fields: not f(…)(…), nor f(…) + g(…)
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-                keywords = call.keywords
-            # literal_eval accepts only constants, so no code of the string runs
-            fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
-        # the last three: unhashable keys, and too many brackets or signs
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-            keywords, fields = None, {}
-        if keywords is None or len(fields) < len(keywords):
-            raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
-                f"values as in Python: 8, True or 'text' in quotes. Write {name!r} without them."
-            )
-        return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
+        name, fields = parse_string(text)
+        return cls.strings.find(name)()._changed(f"config={text!r}", fields)
 
     # --- as the peers' configs, which are mappings ---
 
@@ -752,6 +733,49 @@ def _read(path: str | os.PathLike[str]) -> Any:
     # a file that was saved with an adapter has the config under this key
     inner = document.get("config") if isinstance(document, dict) else None
     return inner if isinstance(inner, dict) else document
+
+
+def split_string(text: str) -> list[str]:
+    """Return the config strings of the members of a union; that of a method alone is the only one.
+
+    Args:
+        text: config strings with `|` between them.
+    """
+    # quoted text may contain any characters, also the separators of a union
+    blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
+    bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
+    ends = zip([-1, *bars], [*bars, len(text)], strict=True)
+    return [text[bar + 1 : end].strip() for bar, end in ends]
+
+
+def parse_string(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name in a config string, and the values of the fields in its brackets.
+
+    Args:
+        text: `"name"` or `"name[field=value,…]"`; any other text is an unknown name.
+
+    Raises:
+        ConfigError: the brackets do not hold fields and values.
+    """
+    match = _CONFIG_STRING.fullmatch(text)
+    name, brackets = (match["name"], match["fields"]) if match else (text, None)
+    keywords: list[ast.keyword] | None = None
+    try:
+        call = ast.parse(f"f({brackets or ''}\n)", mode="eval").body
+        # one call of fields: not f(…)(…), nor f(…) + g(…)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            keywords = call.keywords
+        # literal_eval accepts only constants, so no code of the string runs
+        fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
+    # the last three: unhashable keys, and too many brackets or signs
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        keywords, fields = None, {}
+    if keywords is None or len(fields) < len(keywords):
+        raise ConfigError(
+            f"config={text!r}: the brackets hold field=value pairs, each field once, with values "
+            f"as in Python: 8, True or 'text' in quotes. Write {name!r} without them."
+        )
+    return name, {field: _as_field(value) for field, value in fields.items()}
 
 
 def _values(config: Config) -> dict[str, Any]:
@@ -1015,13 +1039,7 @@ class AdapterConfig(Config):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # quoted text may contain any characters, also the separators of a union
-        blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
-        bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
-        ends = zip([-1, *bars], [*bars, len(text)], strict=True)
-        parse = super()._parse
-        parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
-        return union_of(parts)
+        return union_of([super(AdapterConfig, cls)._parse(part) for part in split_string(text)])
 
 
 def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import first_output, tiny_inputs
+from safetensors import safe_open
 from torch import Tensor
 
 from adapterzoo.inject.adapted import adapters_of, below_wrappers
@@ -134,3 +137,22 @@ def of_adapter(key: str, name: str | None = None) -> bool:
     """Whether a key of a state dict, or a path, is of an adapter: of this one, or of any."""
     inside = "" if name is None else rf"\.{re.escape(name)}"
     return re.search(rf"(^|\.)({_CONTAINERS}){inside}(\.|$)", key) is not None
+
+
+def content(file: Path) -> object:
+    """What a file holds but for the digest of the base model, unknown for one that is split."""
+    if file.suffix != ".safetensors":
+        return without_digest(file.read_text())
+    with safe_open(file, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return {
+        key: (t.dtype, t.shape, t.flatten().view(torch.uint8).tolist())
+        for key, t in tensors.items()
+    }
+
+
+def without_digest(text: str) -> object:
+    if not text.startswith("{"):
+        return text
+    document = json.loads(text)
+    return {n: v for n, v in document.items() if not n.startswith("base_")}

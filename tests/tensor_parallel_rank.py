@@ -6,7 +6,6 @@ Each process has the whole model too, as one process alone has it, and compares.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from families import tiny_config
 from safetensors import safe_open
+from snapshots import content
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PhiConfig, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -144,25 +144,6 @@ def merged(model):
     found = {"merged": logits_of(model)}
     model.reset_adapter()
     return found | {"reset": logits_of(model)}
-
-
-def content(file: Path) -> object:
-    """What a file holds but for the digest of the base model, unknown for one that is split."""
-    if file.suffix != ".safetensors":
-        return without_digest(file.read_text())
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    return {
-        key: (t.dtype, t.shape, t.flatten().view(torch.uint8).tolist())
-        for key, t in tensors.items()
-    }
-
-
-def without_digest(text: str) -> object:
-    if not text.startswith("{"):
-        return text
-    document = json.loads(text)
-    return {n: v for n, v in document.items() if not n.startswith("base_")}
 
 
 def equals_one_process(family, method, folder, out):

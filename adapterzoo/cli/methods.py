@@ -1,50 +1,36 @@
 """Config strings: checked without importing a method, and the table of `methods`."""
 
 from __future__ import annotations
-import __future__
 
 import ast
-import contextlib
 import functools
 import re
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import resolve_name
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import adapterzoo
-from adapterzoo import config
-from adapterzoo.config import METHODS, AdapterConfig, fields_of
-from adapterzoo.errors import (
-    AdapterZooError,
-    ConfigError,
-    FieldError,
-    UnknownNameError,
-    listing,
-)
-from adapterzoo.registry import Registry
+from adapterzoo.config import parse_string, split_string
+from adapterzoo.errors import AdapterZooError, ConfigError, FieldError, unknown_name
 
 _FOLDER = Path(adapterzoo.__file__).parent
-# modules with checks of fields, whose imports are slow too
-_READ = (METHODS, "adapterzoo.patterns")
-# statements that may declare a config, a check, or a value that one needs
-_DECLARING = ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr
-_FLAGS = __future__.annotations.compiler_flag
+# what is registered: its names, and its class if it is one
+_REGISTERED = r'(?:%s)\(((?:\s*"[^"]+",?)+)\s*\)(?:(?:\s*@[^\n]*)*\s*class (\w+))?'
+_STRINGS = _REGISTERED % r"config_strings\.register|method_config"
+_FORMS = _REGISTERED % r"change_forms\.register"
 
 
 def check_method(text: str | None) -> None:
-    """Check a config string: the names in it, and each value by itself.
+    """Check the names in a config string without importing a method, which imports torch.
 
-    Methods import torch, so their configs are made from the sources: from the fields that a class
-    declares, without its methods. What those would refuse is left to `AdapterConfig.load`.
+    `AdapterConfig.load` checks the values, once torch is imported.
 
     Args:
         text: the config string; None: nothing to check.
 
     Raises:
-        ConfigError: there is no such field, or its value is not legal.
+        ConfigError: the brackets do not hold fields and values, or there is no such file.
+        FieldError: there is no such field.
         UnknownNameError: there is no such method.
     """
     if text is None:
@@ -53,132 +39,48 @@ def check_method(text: str | None) -> None:
         if not Path(text).is_file():
             raise ConfigError(f"there is no file {text!r}. Write a config string or its name.")
         return
-    # a check may need more than the sources, which is a NameError
-    with warnings.catch_warnings(action="ignore"), contextlib.suppress(NameError):
-        try:
-            _read(re.findall(r"(?:^|\|)\s*([\w+]+)", text))
-            _Sketch.load(text)
-        except UnknownNameError:
-            # of a method that another one joins; or the message names all
-            _read()
-            # an installation may have no sources
-            if _Sketch.strings:
-                _Sketch.load(text)
+    known = _registered(_STRINGS)
+    for member in split_string(text):
+        name, fields = parse_string(member)
+        # an installation may have no sources
+        if known and name not in known:
+            raise unknown_name("--method", "config string", name, known)
+        own = _fields().get(known.get(name, ""), ())
+        for field in fields:
+            if own and field not in own and not _is_of_peers(field):
+                raise FieldError(str(unknown_name(f"--method {text!r}", "field", field, own)))
 
 
 def change_forms() -> list[str]:
     """Return the methods to which `convert` converts."""
-    _read()
-    return [*_forms]
+    return [*_registered(_FORMS)]
 
 
-def _read(names: Sequence[str] | None = None) -> None:
-    """Read the sources that have one of these names of methods; None: those of all methods."""
-    for file in sorted((_FOLDER / "methods").rglob("*.py")):
-        source = file.read_text("utf-8")
-        has_configs = "method_config" in source or "config_strings" in source
-        if has_configs and (names is None or any(f'"{name}"' in source for name in names)):
-            parts = file.relative_to(_FOLDER).with_suffix("").parts
-            _sketched(".".join(["adapterzoo", *(part for part in parts if part != "__init__")]))
+@functools.cache
+def _registered(pattern: str) -> Mapping[str, str]:
+    """Return the names that sources of methods register, and the class of each, or ""."""
+    sources = (file.read_text("utf-8") for file in sorted((_FOLDER / "methods").rglob("*.py")))
+    found = (match for source in sources for match in re.findall(pattern, source))
+    return {name: made for names, made in found for name in re.findall(r'"([^"]+)"', names)}
 
 
-class _Sketch(AdapterConfig):
-    """Stands for `AdapterConfig` in the sources."""
-
-    strings = Registry("config string")
-
-    @classmethod
-    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
-        # a field of the peers is translated by the method
-        own = {n: v for n, v in fields.items() if n in fields_of(cls) or not _is_of_peers(n)}
-        return super()._made(shown, own)
-
-    def placements(self, anatomy: Any) -> Any:
-        """Return nothing: a sketch has only fields.
-
-        Args:
-            anatomy: of a model.
-        """
-        return []
-
-
-_forms: Registry[Any] = Registry("conversion method")
-
-
-def _method_config(name: str) -> Callable[[Any], Any]:
-    return lambda cls: _Sketch.strings.register(name)(config.config_class(cls))
+@functools.cache
+def _fields() -> Mapping[str, tuple[str, ...]]:
+    """Return the fields of the public config classes, from the stubs of the library."""
+    stubs = _FOLDER / "__init__.pyi"
+    tree = ast.parse(stubs.read_text("utf-8")) if stubs.is_file() else ast.Module([], [])
+    return {
+        node.name: tuple(argument.arg for argument in init.args.kwonlyargs)
+        for node in tree.body if isinstance(node, ast.ClassDef)
+        for init in node.body if isinstance(init, ast.FunctionDef) and init.name == "__init__"
+    }  # fmt: skip
 
 
 @functools.cache
 def _is_of_peers(field: str) -> bool:
-    """Return whether the name of a field is quoted in the sources, as those of the peers are."""
+    """Return whether the sources quote the name of a field, as they do with those of the peers."""
     files = [*(_FOLDER / "methods").rglob("*.py"), _FOLDER / "peft_arguments.py"]
     return any(f'"{field}"' in file.read_text("utf-8") for file in files)
-
-
-_modules: dict[str, dict[str, Any]] = {}
-
-
-def _sketched(module: str) -> dict[str, Any]:
-    """Return the names in a module that can be had without slow imports."""
-    if module in _modules:
-        return _modules[module]
-    path = _FOLDER.joinpath(*module.split(".")[1:])
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    package = module if path.is_dir() else module.rpartition(".")[0]
-    names: dict[str, Any] = {
-        **vars(config), "listing": listing, "AdapterConfig": _Sketch, "MultiTaskConfig": _Sketch,
-        "method_config": _method_config, "config_strings": _Sketch.strings,
-        "change_forms": _forms, "architectures": Registry("architecture"),
-    }  # fmt: skip
-    _modules[module] = names
-    for node in ast.parse(file.read_text("utf-8")).body:
-        source = ""
-        if isinstance(node, ast.ImportFrom):
-            source = "." * node.level + (node.module or "")
-            source = resolve_name(source, package) if node.level else source
-        elif isinstance(node, ast.Import):
-            source = node.names[0].name
-        if isinstance(node, ast.ImportFrom) and source.startswith(_READ):
-            known = _sketched(source)
-            names |= {a.asname or a.name: known[a.name] for a in node.names if a.name in known}
-        elif isinstance(node, _DECLARING) or source.partition(".")[0] in sys.stdlib_module_names:
-            # what needs torch has no name here
-            with contextlib.suppress(NameError, AttributeError, TypeError):
-                _run(_without_methods(node, names), names)
-    return names
-
-
-def _run(node: ast.stmt, names: dict[str, Any]) -> None:
-    # sources of this library
-    exec(compile(ast.Module([node], []), "<sketch>", "exec", _FLAGS), names)
-
-
-def _without_methods(node: ast.stmt, names: dict[str, Any]) -> ast.stmt:
-    """Return the class of a config with nothing but its fields; another statement as it is."""
-    texts = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
-    if not isinstance(node, ast.ClassDef) or not any("config" in text for text in texts):
-        return node
-    node.decorator_list = [
-        each for each, text in zip(node.decorator_list, texts, strict=True)
-        if re.match(r"config_class|method_config|\w+\.register\(", text)
-    ]  # fmt: skip
-    fields: list[ast.stmt] = [ast.Pass(lineno=1, col_offset=0)]
-    for each in node.body:
-        # of a union
-        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-            fields.append(each)
-        if isinstance(each, ast.AnnAssign) and each.value is not None:
-            try:
-                _run(each, dict(names))
-            except (NameError, AttributeError, TypeError):
-                if not isinstance(each.value, ast.Call):
-                    continue
-                # without its check, of which the sources tell too little
-                each.value.args, each.value.keywords = each.value.args[:1], []
-            fields.append(each)
-    node.body = fields
-    return node
 
 
 def table(base: str | None) -> list[dict[str, Any]]:
