@@ -15,6 +15,9 @@ FUSION = "fusion:"
 BASE = "__base__"
 """In `adapter_names`, PEFT's name for a row without an adapter; None means the same."""
 
+STATIC = "static"
+"""The type of the head of a task class, and the key of the class in checkpoints."""
+
 _LENGTH = 128
 # file systems count bytes, 255 of them, and a temporary sibling has a longer name
 _BYTES = 200

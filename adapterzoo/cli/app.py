@@ -27,7 +27,7 @@ from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 from adapterzoo.registry import RECOMMENDED
 
 from . import checks, glance
-from .methods import change_forms, check_method
+from .checks import change_forms, check_method
 from .output import (
     be_quiet,
     note,

@@ -5,6 +5,8 @@ They refuse what cannot be right, whatever the files contain. The library checks
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import os
 import re
@@ -13,11 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from adapterzoo.errors import CheckpointError, ConfigError, argument, unknown_name
+import adapterzoo
+from adapterzoo.config import parse_string, split_string
+from adapterzoo.errors import CheckpointError, ConfigError, FieldError, argument, unknown_name
 from adapterzoo.names import LEGAL
 
 from .glance import FILES
-from .methods import check_method
 from .rows import nearest
 
 # copies of names in transformers, hub and torch; a test compares them
@@ -29,6 +32,11 @@ _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 _SIZE = re.compile(r"\d+(?:\.\d+)?(?:KB|MB|GB|TB)", re.IGNORECASE)
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _PLOTS = (".svg", ".png", ".pdf")
+_FOLDER = Path(adapterzoo.__file__).parent
+# what is registered: its names, and its class if it is one
+_REGISTERED = r'(?:%s)\(((?:\s*"[^"]+",?)+)\s*\)(?:(?:\s*@[^\n]*)*\s*class (\w+))?'
+_STRINGS = _REGISTERED % r"config_strings\.register|method_config"
+_FORMS = _REGISTERED % r"change_forms\.register"
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -171,6 +179,69 @@ def check_folder(folder: str) -> None:
         raise ConfigError(f"{str(above)!r} is a file. Write a folder.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{str(above)!r}: Permission denied. Write a folder of your own.")
+
+
+def check_method(text: str | None) -> None:
+    """Check the names in a config string without importing a method, which imports torch.
+
+    `AdapterConfig.load` checks the values, once torch is imported.
+
+    Args:
+        text: the config string; None: nothing to check.
+
+    Raises:
+        ConfigError: the brackets do not hold fields and values, or there is no such file.
+        FieldError: there is no such field.
+        UnknownNameError: there is no such method.
+    """
+    if text is None:
+        return
+    if text.endswith(".json"):
+        if not Path(text).is_file():
+            raise ConfigError(f"there is no file {text!r}. Write a config string or its name.")
+        return
+    known = _registered(_STRINGS)
+    for member in split_string(text):
+        name, fields = parse_string(member)
+        # an installation may have no sources
+        if known and name not in known:
+            raise unknown_name("--method", "config string", name, known)
+        own = _fields().get(known.get(name, ""), ())
+        for field in fields:
+            if own and field not in own and not _is_of_peers(field):
+                raise FieldError(str(unknown_name(f"--method {text!r}", "field", field, own)))
+
+
+def change_forms() -> list[str]:
+    """Return the methods to which `convert` converts."""
+    return [*_registered(_FORMS)]
+
+
+@functools.cache
+def _registered(pattern: str) -> Mapping[str, str]:
+    """Return the names that sources of methods register, and the class of each, or ""."""
+    sources = (file.read_text("utf-8") for file in sorted((_FOLDER / "methods").rglob("*.py")))
+    found = (match for source in sources for match in re.findall(pattern, source))
+    return {name: made for names, made in found for name in re.findall(r'"([^"]+)"', names)}
+
+
+@functools.cache
+def _fields() -> Mapping[str, tuple[str, ...]]:
+    """Return the fields of the public config classes, from the stubs of the library."""
+    stubs = _FOLDER / "__init__.pyi"
+    tree = ast.parse(stubs.read_text("utf-8")) if stubs.is_file() else ast.Module([], [])
+    return {
+        node.name: tuple(argument.arg for argument in init.args.kwonlyargs)
+        for node in tree.body if isinstance(node, ast.ClassDef)
+        for init in node.body if isinstance(init, ast.FunctionDef) and init.name == "__init__"
+    }  # fmt: skip
+
+
+@functools.cache
+def _is_of_peers(field: str) -> bool:
+    """Return whether the sources quote the name of a field, as they do with those of the peers."""
+    files = [*(_FOLDER / "methods").rglob("*.py"), _FOLDER / "peft_arguments.py"]
+    return any(f'"{field}"' in file.read_text("utf-8") for file in files)
 
 
 def _check_model(base: str) -> None:

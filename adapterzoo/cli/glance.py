@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adapterzoo.errors import CheckpointError
+from adapterzoo.names import STATIC
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ _PAIRS = (_ADAPTER, _PEFT, (_HEAD,), _HUB_HEAD, (_FUSION,), _HUB_FUSION)
 FILES = (*(name for pair in _PAIRS for name in pair), *_CONFIGS)
 """All names that a file of an adapter may have."""
 _NATIVE, _META, _BASE = "adapterzoo", "adapterzoo_meta", "adapterzoo_base"
-_STATIC, _HEAD_KEY, _PINNED, _VERSION = "static", "head//", 16, 1
+_HEAD_KEY, _PINNED, _VERSION = "head//", 16, 1
 # fields of AdapterHub's configs; other fields are of the author
 _FIELDS = frozenset({"name", "model_type", "model_class", "model_name", "hidden_size", "version",
                      "adapter_names", "config", "base_revision", "base_digest"})  # fmt: skip
@@ -108,7 +109,7 @@ class CheckpointFolder:
         """The head's type or the name of its class; None without a head."""
         head = self.head or {}
         return _text(
-            config_in(head).get("head_type") or head.get(_STATIC) or head.get("model_class")
+            config_in(head).get("head_type") or head.get(STATIC) or head.get("model_class")
         )
 
     @property

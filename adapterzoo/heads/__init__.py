@@ -5,6 +5,8 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 
 from __future__ import annotations
 
+from adapterzoo.names import STATIC
+
 from ._backbone import POOLINGS, Backbone, Pooling, pool
 from ._base import HeadConfig, PredictionHead, add_methods, adds_head, head_types, token_places
 from ._losses import IGNORED, Logits, labels_from, next_labels
@@ -27,7 +29,7 @@ from .pooled import (
     MultipleChoiceHead,
     PooledHead,
 )
-from .static import OWN_OUTPUT, STATIC, StaticConfig, TaskHead
+from .static import OWN_OUTPUT, StaticConfig, TaskHead
 from .tokens import QuestionAnsweringConfig, QuestionAnsweringHead, TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from adapterzoo.config import FLAG, Maybe, Text, config_class, field
 from adapterzoo.errors import ConfigError
+from adapterzoo.names import STATIC
 
 from ._backbone import Backbone
 from ._base import COUNT, HeadConfig, PredictionHead, head_types
 from ._losses import Count, Logits
-
-STATIC = "static"
-"""The type, and the key of a task class in checkpoints of such a class."""
 
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""

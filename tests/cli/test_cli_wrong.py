@@ -14,7 +14,7 @@ import adapterzoo
 from adapterzoo import AdapterConfig, ConfigUnion
 from adapterzoo.cli import glance, inspecting, training
 from adapterzoo.cli.checkpoints import open_checkpoint
-from adapterzoo.cli.methods import change_forms, check_method
+from adapterzoo.cli.checks import change_forms, check_method
 from adapterzoo.config import change_forms as true_forms
 from adapterzoo.config import config_strings, defaults
 from adapterzoo.errors import AdapterZooError, ConfigError, FieldError, UnknownNameError
