@@ -270,9 +270,9 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--train", "train_files", required=True, multiple=True, metavar="FILE",
               help="Training data; repeated: an adapter for each file.")  # fmt: skip
 @click.option("--eval", "eval_files", multiple=True, metavar="FILE",
-              help="Test data; repeated as --train.")  # fmt: skip
+              help="Test data; repeat it as often as --train.")  # fmt: skip
 @click.option("--output", required=True, metavar="FOLDER",
-              help="Folder for the adapter; of several, each has a folder in it.")  # fmt: skip
+              help="Folder for the adapter; with several, each gets its own folder in it.")  # fmt: skip
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
@@ -734,7 +734,7 @@ def convert_command(
 @_head
 @_revision
 @click.option("--rank", type=click.IntRange(min=1),
-              help="Largest rank of what is written of an adapter that is not exact.")  # fmt: skip
+              help="Largest rank, if the export is not exact.")  # fmt: skip
 @click.option(
     "--energy",
     type=click.FloatRange(0, 1, min_open=True),
@@ -833,13 +833,13 @@ def merge_command(
 @click.option("--adapters", multiple=True, metavar="ADAPTER",
               help="Folder or Hub name, or NAME=FOLDER; may be repeated.")  # fmt: skip
 @click.option("--name", help="Name of MODEL in requests.  [default: its last part or Hub name]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
 @_device
 @click.option("--dtype", default="auto", type=click.Choice(("auto", *checks.DTYPES)),
               help="dtype of the base model; auto: that of its file.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(min=0),
-              help="Of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
+              help="Temperature of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
 @click.option("--slots", type=click.IntRange(min=1),
               help="Adapters of one kind that act at a time.  [default: all, up to 8]")  # fmt: skip
 @click.option("--max-bytes", type=click.IntRange(min=1),
@@ -858,7 +858,7 @@ def serve_command(
     max_batch_tokens: int | None,
     **options: Any,
 ) -> None:
-    """Serve MODEL and adapters by OpenAI's protocol, all in one batch of requests.
+    """Serve MODEL and adapters over OpenAI's protocol, all in one batch of requests.
 
     A request names its adapter in "model": NAME:ADAPTER, or NAME for the base model. The server is
     that of transformers, which pip install 'adapterzoo[serve]' installs.
