@@ -270,7 +270,7 @@ def unknown_adapter(model, folder):
 @row("a loaded adapter, fusion or head")
 def taken_names(model, folder):
     with_head(model, folder)
-    with pytest.warns(UserWarning, match="has been replaced"):
+    with pytest.warns(UserWarning, match="have been replaced"):
         model.load_adapter(folder)
     with pytest.raises(ValueError, match="is taken"):
         model.load_adapter(folder, overwrite_ok=False)

@@ -237,7 +237,7 @@ def test_the_layers_are_those_of_peft_or_refused(shape):
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a name as an expression": (
-        "llama", {"exclude_modules": "q_proj"}, r"Write names or whole paths: .*\['q_proj'\]"),
+        "llama", {"exclude_modules": "q_proj"}, r"Write a list of names or paths: .*\['q_proj'\]"),
     "an expression below the base model": (
         "llama", {"exclude_modules": r"^layers\.0\..*"}, r"exclude_modules=\['model\.layers\.0"),
     "a key below the base model": (
