@@ -2,7 +2,7 @@
 # make compare      accuracy, parameters, time and memory of all methods on these reviews
 # make test         lint, types, import layers and the quick tests; run before each commit
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page;
-#                   ARGS=--part for the fixed tenth of them that CI runs
+#                   ARGS=--part for the fixed twentieth of them that CI runs
 # make docs         builds the site offline into build/docs/html; make links checks its links
 # make readme       builds the wheel, and runs the command line and the code of the README with only
 #                   the declared dependencies

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--order", default="forwards", help="of the tests: forwards, reversed, or a number to draw"
     )
     parser.addoption(
-        "--part", action="store_true", help="of the sweep: a fixed tenth of each test's cases"
+        "--part", action="store_true", help="of the sweep: a fixed twentieth of each test's cases"
     )
 
 
@@ -72,11 +72,11 @@ def _more(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _part(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """All quick tests, and of each test of the sweep a tenth of its cases."""
+    """All quick tests, and of each test of the sweep a twentieth of its cases."""
     marks = {item: item.get_closest_marker("sweep") for item in items}
     yield from (item for item, mark in marks.items() if mark is None)
     for of_one in _by_test(i for i, m in marks.items() if m and not m.kwargs.get("whole")):
-        yield from _drawn(of_one)[: -(-len(of_one) // 10)]
+        yield from _drawn(of_one)[: -(-len(of_one) // 20)]
 
 
 def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:

@@ -190,6 +190,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
     assert sent[0]["status"] == 408
 
 
+@pytest.mark.sweep(whole=True)
 def test_adapters_of_experts_are_served_beside_others(tmp_path):
     experts = "selfattn_lora=False,intermediate_lora=True,output_lora=True"
     adapters = {"x": f"lora[r=4,{experts}]", "y": f"dora[r=4,{experts}]", "l": "lora[r=4]"}
@@ -256,6 +257,7 @@ def test_metrics_of_the_pool(served):
     assert server.ask("POST", "/metrics", {})[0] == 405
 
 
+@pytest.mark.sweep(whole=True)
 def test_the_model_holds_adapters_that_cannot_act_in_slots(served, tmp_path):
     _, wants = served
     folder, own, _ = written(tmp_path / "other")
