@@ -121,7 +121,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
         save(format="adapterhub", meta_dict={"name": 1, "config": 2, "fine": 3})
     for _, layer in model.fusion_modules("hot"):
         layer.steps.fill_(7)
-    with refused(model, CheckpointError, "here at step 7", "format='native'"):
+    with refused(model, CheckpointError, "is at step 7", "format='native'"):
         save("hot", format="adapterhub")
     for family, method, words in (
         ("gpt_neox", "seq_bn", ("no names for models of type 'gpt_neox'", "format='native'")),

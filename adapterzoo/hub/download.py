@@ -76,8 +76,7 @@ def resolve(
             with contextlib.suppress(HubError):
                 return _adapter(RepoRef(repository_of(name, model_name, config)), options)
         if source is None:
-            reason = f"The Hub has none either, or cannot be asked: {error}"
-            error.args = (f"there is no folder {name!r}. {reason}",)
+            error.args = (f"{error} There is no folder {name!r} either.",)
         raise
 
 

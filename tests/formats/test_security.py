@@ -380,7 +380,7 @@ def test_tensors_larger_than_their_numbers(world, copied, kind):
         # one number on disk
         tensors[key] = torch.ones(1).expand(shape)
         torch.save(tensors, folder / name)
-        with Largest() as largest, refused(world[0], CheckpointError, f"shape {[*shape]}", "again"):
+        with Largest() as largest, refused(world[0], CheckpointError, f"{[*shape]}", "again"):
             world[0].load_adapter(folder, load_as="x", with_head=False)
         assert largest.number < 1 << 20
 
