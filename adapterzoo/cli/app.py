@@ -272,7 +272,7 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--eval", "eval_files", multiple=True, metavar="FILE",
               help="Test data; repeat it as often as --train.")  # fmt: skip
 @click.option("--output", required=True, metavar="FOLDER",
-              help="Folder for the adapter; with several, each gets its own folder in it.")  # fmt: skip
+              help="Folder for the adapter; of several, each gets its own in it.")  # fmt: skip
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
@@ -839,7 +839,7 @@ def merge_command(
 @click.option("--dtype", default="auto", type=click.Choice(("auto", *checks.DTYPES)),
               help="dtype of the base model; auto: that of its file.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(min=0),
-              help="Temperature of all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
+              help="For all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
 @click.option("--slots", type=click.IntRange(min=1),
               help="Adapters of one kind that act at a time.  [default: all, up to 8]")  # fmt: skip
 @click.option("--max-bytes", type=click.IntRange(min=1),
