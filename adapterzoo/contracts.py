@@ -22,7 +22,7 @@ from adapterzoo.errors import StateError
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import RowGroups
-    from adapterzoo.tensor_parallel import Split
+    from adapterzoo.tensor_parallel import LayerSplit
 
 # kind of device → whether it has float64; torch has no question for it, so that others are tried
 _HAVE_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
@@ -176,7 +176,7 @@ class BaseLayer(ABC):
     """
 
     __slots__ = ()
-    split: Split | None = None
+    split: LayerSplit | None = None
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:

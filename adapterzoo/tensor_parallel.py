@@ -9,7 +9,7 @@ y, and a dimension of input features like x; all else is the same in each proces
 product over the input features that every output feature reads, such as A x of a low-rank update.
 In a row-parallel layer, each process has a summand of t. In a column-parallel layer, t is whole,
 and each process has a summand of its gradient. So one sum, of t in the forward or of its gradient
-in the backward, makes the outputs and all gradients those of one process (`Split.joined`).
+in the backward, makes the outputs and all gradients those of one process (`LayerSplit.joined`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class LayerSplit:
     """How a layer is split over the processes of a mesh, along at most one of its two dimensions.
 
     Attributes:

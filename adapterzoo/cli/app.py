@@ -38,7 +38,7 @@ from .output import (
     wants_progress,
 )
 from .resuming import check, digest
-from .rows import Table, nearest, read
+from .rows import DataTable, nearest, read
 from .tasks import tasks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -478,7 +478,7 @@ def predict_command(
         table = read(Path(file))
     else:
         rows = [row for each in typed.values() for row in each]
-        table = Table(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
+        table = DataTable(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
     checks.check_adapter(path)
     seen = glance.look(path)
     task = None if seen is None else tasks.get(str(seen.settings.get("task")))

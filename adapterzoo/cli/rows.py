@@ -36,7 +36,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class DataTable:
     """The rows of a file or folder, before a task reads them.
 
     Attributes:
@@ -106,7 +106,7 @@ class Table:
             )
 
 
-def read(path: Path) -> Table:
+def read(path: Path) -> DataTable:
     """Read all rows; blank lines are skipped.
 
     Args:
@@ -134,7 +134,7 @@ def read(path: Path) -> Table:
         ) from error
     if not rows:
         raise ConfigError(f"{str(path)!r} has no rows. Write a file with rows.")
-    return Table(path, rows, numbers)
+    return DataTable(path, rows, numbers)
 
 
 def nearest(path: Path) -> str:

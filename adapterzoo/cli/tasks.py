@@ -22,7 +22,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, listing
 
 from . import rows as cells
 from .output import tracked
-from .rows import Role, Table
+from .rows import DataTable, Role
 
 if TYPE_CHECKING:
     import torch
@@ -178,7 +178,7 @@ class Task(ABC):
 
     # --- rows ---
 
-    def read(self, table: Table, chosen: Mapping[str, str]) -> list[Row]:
+    def read(self, table: DataTable, chosen: Mapping[str, str]) -> list[Row]:
         """Return the rows of training or test data.
 
         Args:
@@ -254,7 +254,7 @@ class Task(ABC):
                 f"Remove the rows with these labels, or add such rows to the training data."
             )
 
-    def read_inputs(self, table: Table, chosen: Mapping[str, str], path: str) -> list[Row]:
+    def read_inputs(self, table: DataTable, chosen: Mapping[str, str], path: str) -> list[Row]:
         """Return the rows to predict.
 
         Args:

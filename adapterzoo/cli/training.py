@@ -27,7 +27,7 @@ from .glance import CheckpointFolder
 from .models import base_of, load, load_into, tokens_of_text
 from .output import PAUSE, note
 from .resuming import checkpoints
-from .rows import Table
+from .rows import DataTable
 from .tasks import Bench, Row, Task, task_of, tasks
 
 _NAME = "predicting"
@@ -291,7 +291,7 @@ def _saved(
 
 def predict(
     checkpoint: CheckpointFolder,
-    table: Table,
+    table: DataTable,
     *,
     model: str | None,
     batch_size: int,

@@ -26,7 +26,7 @@ from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fol
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.errors import listing
 from adapterzoo.runtime import ActiveState, Division, Plan, tokens_key
-from adapterzoo.tensor_parallel import Split, whole_tensor
+from adapterzoo.tensor_parallel import LayerSplit, whole_tensor
 
 from .layers import (
     ExpertAdapters,
@@ -38,7 +38,7 @@ from .layers import (
     own,
     stores_transposed,
 )
-from .mixtures import TokenRows
+from .mixtures import RoutedRows
 from .parallel import (
     ParallelCall,
     ParallelLayer,
@@ -155,7 +155,7 @@ class _Link:
     # whether the model writes into the layer's output in place
     overwritten: bool = False
     # how tensor parallelism splits the layer
-    split: Split | None = None
+    split: LayerSplit | None = None
 
 
 def acting(layer: nn.Module, site: SiteStep) -> tuple[Step, Sequence[Any]]:
@@ -261,7 +261,7 @@ class Adapted(nn.Module):
         """Run the forward once for each kind of rows; see `mixtures`."""
         active, path = self._link.active, self._link.path
         captures = active.call.captures
-        tokens = TokenRows(captures.pop(tokens_key(path), None), plan.rows, division.numbers, path)
+        tokens = RoutedRows(captures.pop(tokens_key(path), None), plan.rows, division.numbers, path)
         inside = [key for key in captures if below(key.removeprefix("+"), path)]
         streams = {key: captures.pop(key) for key in inside}
         runs, outputs = tokens.layout.runs, []
@@ -430,7 +430,7 @@ def swap(
         split = split_of(layer)
         is_parallel = take_forward(layer)
         set_class(layer, _adapted_class(type(layer), parameters, kind, shown, is_parallel))
-        known = split if isinstance(split, Split) else None
+        known = split if isinstance(split, LayerSplit) else None
         cast("Adapted", layer)._link = _Link(active, path, split=known)
         return
     own = tuple(dict.fromkeys((*layer._read, *parameters)))
@@ -474,7 +474,7 @@ def split_later(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, own in zip(every, facts, strict=True):
             split = split_of(layer)
-            layer._link.split = split if isinstance(split, Split) else None
+            layer._link.split = split if isinstance(split, LayerSplit) else None
             set_class(layer, _adapted_class(*own, take_forward(layer)))
             for adapter in adapters_of(layer).values():
                 keep_part(layer, adapter)

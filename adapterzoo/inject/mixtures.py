@@ -21,7 +21,7 @@ from adapterzoo.errors import CompositionError
 _VALUES = (bool, int, float, str, torch.dtype, torch.device)
 
 
-class TokenRows:
+class RoutedRows:
     """The tokens of one call of a module, each of which belongs to a row.
 
     Attributes:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.tensor_parallel import Split, is_part, whole_tensor
+from adapterzoo.tensor_parallel import LayerSplit, is_part, whole_tensor
 
 from .layers import FusedAdapters, LayerCall, as_matrix, own
 
@@ -59,7 +59,7 @@ def _style(layer: nn.Module) -> tuple[str, Any, Any]:
     return named, style, held.get("mesh")
 
 
-def split_of(layer: nn.Module) -> Split | str | None:
+def split_of(layer: nn.Module) -> LayerSplit | str | None:
     """Return how a layer is split; None if each process runs it whole.
 
     A layer with whole inputs and outputs is split on neither side, although each process has only
@@ -85,10 +85,10 @@ def split_of(layer: nn.Module) -> Split | str | None:
     }
     layouts = getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
     sides = known.get((name, *layouts)) if getattr(style, "use_local_output", False) else None
-    return name if sides is None else Split(mesh, *sides, getattr(layer, "in_features", 0))
+    return name if sides is None else LayerSplit(mesh, *sides, getattr(layer, "in_features", 0))
 
 
-def heads_split_of(attention: nn.Module) -> Split | str | None:
+def heads_split_of(attention: nn.Module) -> LayerSplit | str | None:
     """Return how an attention's heads are split; None if each process has all of them.
 
     Args:
@@ -99,7 +99,7 @@ def heads_split_of(attention: nn.Module) -> Split | str | None:
     """
     found = [split_of(m) for m in attention.modules() if isinstance(m, nn.Linear)]
     unknown = (split for split in found if isinstance(split, str))
-    parts = (split for split in found if isinstance(split, Split) and split.outputs)
+    parts = (split for split in found if isinstance(split, LayerSplit) and split.outputs)
     return next(unknown, next(parts, None))
 
 
@@ -182,9 +182,9 @@ class ParallelCall(LayerCall):
     """One call of a split layer; its weight and bias are this process's parts."""
 
     @property
-    def split(self) -> Split | None:  # type: ignore[override]
+    def split(self) -> LayerSplit | None:  # type: ignore[override]
         """How the layer is split; None if its input and its output are whole."""
-        split: Split | None = cast("Any", self._module)._link.split
+        split: LayerSplit | None = cast("Any", self._module)._link.split
         return split if split is not None and split.sides else None
 
     @property
@@ -240,20 +240,20 @@ def split_output(layer: nn.Module) -> None:
 # --- the adapters ---
 
 
-class _Part(nn.Module):
+class _SplitPart(nn.Module):
     """Mixed into the class of an adapter, or a module in it, of which each process has a part."""
 
     _whole: type[nn.Module]
-    _split: Split
+    _split: LayerSplit
 
 
-class _PartOfAdapter(_Part, Adapter):
+class _PartOfAdapter(_SplitPart, Adapter):
     @property
     def row_options(self) -> None:
         """None: each adapter acts alone on its rows."""
 
 
-class _PartOfPrefix(_Part, AttentionAdapter):
+class _PartOfPrefix(_SplitPart, AttentionAdapter):
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
         """Return the keys and values of this process's heads."""
         prefix = super().forward(x, base)  # type: ignore[safe-super]
@@ -277,7 +277,7 @@ def _class_of_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
         cls: class of the module.
         names: names of its own tensors, which are DTensors.
     """
-    kind: type[_Part] = _Part
+    kind: type[_SplitPart] = _SplitPart
     if issubclass(cls, Adapter):
         kind = _PartOfPrefix if issubclass(cls, AttentionAdapter) else _PartOfAdapter
     members: dict[str, Any] = {
@@ -294,21 +294,21 @@ def keep_part(layer: nn.Module, adapter: nn.Module) -> None:
         layer: the layer that will get the adapter; a whole layer does not change it.
         adapter: the adapter that `check_split` has checked.
     """
-    if isinstance(adapter, _Part):
+    if isinstance(adapter, _SplitPart):
         return
     if isinstance(adapter, AttentionAdapter):
-        if isinstance(heads := heads_split_of(layer), Split):
+        if isinstance(heads := heads_split_of(layer), LayerSplit):
             _mark(adapter, heads, ())
-    elif isinstance(split := split_of(layer), Split) and split.sides:
+    elif isinstance(split := split_of(layer), LayerSplit) and split.sides:
         _cut(adapter, split)
 
 
-def _mark(module: nn.Module, split: Split, names: Iterable[str]) -> None:
+def _mark(module: nn.Module, split: LayerSplit, names: Iterable[str]) -> None:
     module.__class__ = _class_of_part(cast("Any", type(module)), tuple(names))
     cast("Any", module)._split = split
 
 
-def _cut(adapter: nn.Module, split: Split) -> None:
+def _cut(adapter: nn.Module, split: LayerSplit) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     if isinstance(adapter, FusedAdapters):
@@ -354,7 +354,7 @@ def whole(adapter: _M) -> _M:
     Args:
         adapter: a layer's adapter.
     """
-    parts = [module for module in adapter.modules() if isinstance(module, _Part)]
+    parts = [module for module in adapter.modules() if isinstance(module, _SplitPart)]
     if not parts:
         return adapter
     memo: dict[int, Any] = {id(part._split): part._split for part in parts}
@@ -367,7 +367,7 @@ def whole(adapter: _M) -> _M:
         memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     made = copy.deepcopy(adapter, memo)
     for module in made.modules():
-        if isinstance(module, _Part):
+        if isinstance(module, _SplitPart):
             cast("Any", module).__class__ = module._whole
             if isinstance(module, FusedAdapters) and module._split.outputs:
                 size = cast("Any", module)._split.size

@@ -19,7 +19,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.call import StackCall
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import StateError
-from adapterzoo.tensor_parallel import Split
+from adapterzoo.tensor_parallel import LayerSplit
 
 from ._init import constant, drawn, normal
 
@@ -72,7 +72,7 @@ class Gate(nn.Module):
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 
-    def forward(self, x: Tensor, base: BaseLayer, split: Split | None = None) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer, split: LayerSplit | None = None) -> Tensor:
         """Return the gate `[batch, 1, …, count]`, with x's dimensions `[batch, *tokens, d_in]`.
 
         Args:
@@ -94,7 +94,7 @@ class Gate(nn.Module):
         decided: Tensor = self.decided(mean)
         return decided
 
-    def _opened(self, x: Tensor, split: Split | None) -> Tensor:
+    def _opened(self, x: Tensor, split: LayerSplit | None) -> Tensor:
         """Return σ(W x + b) `[*batch, count]`."""
         x = x.to(self.weight.dtype)
         if split is None:

@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedCall:
     """A call with the rows of several batches.
 
     Attributes:
@@ -104,7 +104,7 @@ def kind_of(inputs: Mapping[str, Any]) -> Any:
     return tuple(kinds)
 
 
-def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
+def join(batches: Sequence[Mapping[str, Any]], padding: int) -> JoinedCall:
     """Return one call for the rows of several batches of one kind.
 
     Args:
@@ -136,7 +136,7 @@ def join(batches: Sequence[Mapping[str, Any]], padding: int) -> Joined:
         ones = (like.new_ones(p.rows, p.lengths[sequence], dtype=torch.long) for p in pieces)
         whole = [one if mask is None else mask for mask, one in zip(masks, ones, strict=True)]
         inputs[name] = torch.cat([_padded(m, lengths[sequence], 0) for m in whole])
-    return Joined(inputs, pieces, sum(piece.rows for piece in pieces), lengths)
+    return JoinedCall(inputs, pieces, sum(piece.rows for piece in pieces), lengths)
 
 
 def _lengths(inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -156,7 +156,7 @@ def _padded(t: Tensor, length: int | None, fill: int) -> Tensor:
     return pad(t, (0,) * (2 * t.dim() - 3) + (missing,), value=fill)
 
 
-def divide(outputs: Any, joined: Joined) -> list[Any]:
+def divide(outputs: Any, joined: JoinedCall) -> list[Any]:
     """Return the outputs of a joined call for each of its batches.
 
     Args:
@@ -182,7 +182,7 @@ def divide(outputs: Any, joined: Joined) -> list[Any]:
     return [type(outputs)(**own) for own in divided]
 
 
-def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
+def _parts(name: str, t: Tensor | None, joined: JoinedCall) -> list[Any]:
     """Return the rows and tokens of each batch in an output.
 
     One `split` divides the rows, since the backward of each slice would fill a whole tensor.
@@ -202,7 +202,7 @@ def _parts(name: str, t: Tensor | None, joined: Joined) -> list[Any]:
     ]
 
 
-def _cut(name: str, t: Tensor, piece: Piece, joined: Joined) -> Tensor:
+def _cut(name: str, t: Tensor, piece: Piece, joined: JoinedCall) -> Tensor:
     """Return an output of one batch without the padding of the joined call."""
     if piece.lengths == joined.lengths:
         return t

@@ -52,7 +52,7 @@ from adapterzoo.runtime import Plan
 from adapterzoo.trainer import AdapterTrainer, with_adapters
 
 from .coroutines import Coroutine, ProcessState
-from .mixing import Joined, divide, join, kind_of
+from .mixing import JoinedCall, divide, join, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -475,11 +475,11 @@ class MultiAdapterTrainer:
 
     def _resume(self, given: bool | Mapping[str, str] | None) -> None:
         """Choose the checkpoint of each run."""
-        found: Mapping[str, _Saved] = {}
+        found: Mapping[str, _SavedRun] = {}
         if isinstance(given, Mapping):
             if unknown := [name for name in given if name not in self.runs]:
                 raise unknown_name("", "run", unknown[0], self.runs)
-            found = {name: _Saved.read(Path(path)) for name, path in given.items()}
+            found = {name: _SavedRun.read(Path(path)) for name, path in given.items()}
         elif given and not (found := self._saved_together()):
             raise CheckpointError(
                 "no run has a complete checkpoint. Write train() without resume_from_checkpoint."
@@ -490,12 +490,12 @@ class MultiAdapterTrainer:
             run.result = None if found else run.result
         self.clock = max((saved.clock for saved in found.values()), default=0)
 
-    def _saved_together(self) -> dict[str, _Saved]:
+    def _saved_together(self) -> dict[str, _SavedRun]:
         """Return the last checkpoints saved at one time; if there are none, each run's last."""
-        every: dict[str, list[_Saved]] = {}
+        every: dict[str, list[_SavedRun]] = {}
         for name, run in self.runs.items():
             if folders := whole_checkpoints(Path(run.trainer.args.output_dir)):
-                every[name] = sorted(map(_Saved.read, folders))
+                every[name] = sorted(map(_SavedRun.read, folders))
         clocks = {saved.clock for own in every.values() for saved in own}
         for clock in sorted(clocks, reverse=True):
             found = {}
@@ -638,7 +638,7 @@ class MultiAdapterTrainer:
             outputs, joined = self._call(group)
         return dict(zip(group, divide(outputs, joined), strict=True))
 
-    def _call(self, group: list[AdapterRun]) -> tuple[Any, Joined]:
+    def _call(self, group: list[AdapterRun]) -> tuple[Any, JoinedCall]:
         plain = self._plain[group[0].coroutine.request.path]
         # without an id of padding, a mask hides it
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
@@ -701,7 +701,7 @@ class MultiAdapterTrainer:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
-class _Saved(NamedTuple):
+class _SavedRun(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
@@ -717,7 +717,7 @@ class _Saved(NamedTuple):
     waiting: Sequence[str]
 
     @classmethod
-    def read(cls, folder: Path) -> _Saved:
+    def read(cls, folder: Path) -> _SavedRun:
         """Return the checkpoint in a folder.
 
         Raises:

@@ -133,7 +133,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class Places:
+class ShelfSlots:
     """The slots of a shelf.
 
     Attributes:
@@ -147,7 +147,7 @@ class Places:
     used: OrderedDict[int, None]
 
     @classmethod
-    def empty(cls, count: int) -> Places:
+    def empty(cls, count: int) -> ShelfSlots:
         """Return empty slots."""
         return cls([None] * count, [0] * count, OrderedDict.fromkeys(range(count)))
 
@@ -242,7 +242,7 @@ class AdapterPool:
         self._most = max_bytes
         self._cached: OrderedDict[Member, tuple[_slots.Stored, int]] = OrderedDict()
         self._cached_bytes = 0
-        self._places = [Places.empty(slots) for _ in self._shelves]
+        self._places = [ShelfSlots.empty(slots) for _ in self._shelves]
         self._changed = threading.Condition()
         self._queue: deque[QueuedBatch] = deque()
         # open blocks of `use`: where each was opened, and its adapters

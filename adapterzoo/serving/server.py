@@ -230,7 +230,7 @@ _shortened.maxstring = 200
 _shown = _shortened.repr
 
 
-class Gate:
+class RequestGate:
     """ASGI middleware that checks each request, and answers those that it refuses."""
 
     def __init__(self, app: Any, served: Served) -> None:
@@ -577,7 +577,7 @@ def application(served: Served, **options: Any) -> tuple[Any, Any]:
 
     app.add_exception_handler(AdapterZooError, refused)
     app.add_exception_handler(TemplateError, no_chat)
-    app.add_middleware(Gate, served=served)
+    app.add_middleware(RequestGate, served=served)
     return app, requests
 
 

@@ -47,7 +47,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class ServedLayers:
     """The layers of a model type that a server adapts.
 
     Attributes:
@@ -60,11 +60,11 @@ class Layers:
     outside: frozenset[str] = frozenset()
     experts: Experts | None = None
 
-    def __and__(self, other: Layers) -> Layers:
+    def __and__(self, other: ServedLayers) -> ServedLayers:
         """Return the layers that both adapt."""
         groups = tuple(group for group in self.groups if group in other.groups)
         experts = self.experts if self.experts == other.experts else None
-        return Layers(groups, self.outside & other.outside, experts)
+        return ServedLayers(groups, self.outside & other.outside, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Server:
     """
 
     title: str
-    layers: Mapping[str, Layers]
+    layers: Mapping[str, ServedLayers]
     heads: frozenset[str] = frozenset()
     ranks: tuple[int, ...] = ()
     tied_output: bool = True
@@ -133,7 +133,7 @@ _TABLE, _OUTPUT = "model.embed_tokens", "lm_head"
 _BOTH = frozenset({_TABLE, _OUTPUT})
 
 
-def _alike(layers: Layers, *model_types: str) -> dict[str, Layers]:
+def _alike(layers: ServedLayers, *model_types: str) -> dict[str, ServedLayers]:
     return dict.fromkeys(model_types, layers)
 
 
@@ -144,11 +144,11 @@ servers.register("vllm")(
     Server(
         "vLLM 0.32",
         {
-            **_alike(Layers(_LLAMA, _BOTH), "llama", "qwen3"),
-            **_alike(Layers(_LLAMA), "mistral", "qwen2", "gemma2", "gemma3_text"),
-            "phi3": Layers(_PHI3, _BOTH),
-            "mixtral": Layers(_ATTENTION, _BOTH, _MIXTRAL_EXPERTS),
-            "qwen3_moe": Layers(_LLAMA, _BOTH, _QWEN_EXPERTS),
+            **_alike(ServedLayers(_LLAMA, _BOTH), "llama", "qwen3"),
+            **_alike(ServedLayers(_LLAMA), "mistral", "qwen2", "gemma2", "gemma3_text"),
+            "phi3": ServedLayers(_PHI3, _BOTH),
+            "mixtral": ServedLayers(_ATTENTION, _BOTH, _MIXTRAL_EXPERTS),
+            "qwen3_moe": ServedLayers(_LLAMA, _BOTH, _QWEN_EXPERTS),
         },
         heads=frozenset({"score"}),
         ranks=(8, 16, 32, 64, 128, 256, 320, 512),
@@ -166,11 +166,11 @@ servers.register("sglang")(
     Server(
         "SGLang 0.5.23",
         {
-            **_alike(Layers(_LLAMA, _BOTH), "llama", "mistral", "qwen2", "qwen3"),
-            **_alike(Layers(_LLAMA), "gemma2", "gemma3_text"),
-            "phi3": Layers(_PHI3, _BOTH),
-            "mixtral": Layers(_ATTENTION, _BOTH, _MIXTRAL_EXPERTS),
-            "qwen3_moe": Layers(_LLAMA, _BOTH, _QWEN_EXPERTS),
+            **_alike(ServedLayers(_LLAMA, _BOTH), "llama", "mistral", "qwen2", "qwen3"),
+            **_alike(ServedLayers(_LLAMA), "gemma2", "gemma3_text"),
+            "phi3": ServedLayers(_PHI3, _BOTH),
+            "mixtral": ServedLayers(_ATTENTION, _BOTH, _MIXTRAL_EXPERTS),
+            "qwen3_moe": ServedLayers(_LLAMA, _BOTH, _QWEN_EXPERTS),
         },
         start=(
             (
@@ -186,11 +186,11 @@ servers.register("lorax")(
     Server(
         "LoRAX",
         {
-            **_alike(Layers(_LLAMA, frozenset({_OUTPUT})), "llama", "mistral", "qwen2"),
-            "gemma2": Layers(_LLAMA),
-            "phi3": Layers(_PHI3),
-            "mixtral": Layers(_ATTENTION),
-            "gpt2": Layers(_GPT2),
+            **_alike(ServedLayers(_LLAMA, frozenset({_OUTPUT})), "llama", "mistral", "qwen2"),
+            "gemma2": ServedLayers(_LLAMA),
+            "phi3": ServedLayers(_PHI3),
+            "mixtral": ServedLayers(_ATTENTION),
+            "gpt2": ServedLayers(_GPT2),
         },
         start=(
             (
@@ -205,8 +205,8 @@ servers.register("tgi")(
     Server(
         "TGI",
         {
-            **_alike(Layers(_LLAMA), "llama", "mistral", "qwen2", "gemma2"),
-            "phi3": Layers(tuple(group for group in _PHI3 if group != ("mlp.gate_up_proj",))),
+            **_alike(ServedLayers(_LLAMA), "llama", "mistral", "qwen2", "gemma2"),
+            "phi3": ServedLayers(tuple(group for group in _PHI3 if group != ("mlp.gate_up_proj",))),
         },
         start=("text-generation-launcher --model-id {base} --lora-adapters {name}={folder}",),
         merged=("text-generation-launcher --model-id {folder}",),
@@ -216,12 +216,12 @@ servers.register("gguf")(
     Server(
         "llama.cpp",
         {
-            **_alike(Layers(_LLAMA, _BOTH), "llama", "mistral", "qwen2", "qwen3"),
-            **_alike(Layers(_LLAMA), "gemma2", "gemma3_text"),
-            "phi3": Layers(_PHI3),
-            "mixtral": Layers(_ATTENTION, frozenset(), _MIXTRAL_EXPERTS),
-            "qwen3_moe": Layers(_LLAMA, frozenset(), _QWEN_EXPERTS),
-            "bert": Layers(_BERT),
+            **_alike(ServedLayers(_LLAMA, _BOTH), "llama", "mistral", "qwen2", "qwen3"),
+            **_alike(ServedLayers(_LLAMA), "gemma2", "gemma3_text"),
+            "phi3": ServedLayers(_PHI3),
+            "mixtral": ServedLayers(_ATTENTION, frozenset(), _MIXTRAL_EXPERTS),
+            "qwen3_moe": ServedLayers(_LLAMA, frozenset(), _QWEN_EXPERTS),
+            "bert": ServedLayers(_BERT),
         },
         tied_output=False,
         start=("python convert_lora_to_gguf.py {folder} --base {base}",),
@@ -528,7 +528,7 @@ def _within(path: str) -> str | None:
 
 
 def _adapted(
-    layers: Layers, paths: Iterable[str], info: ModelInfo, server: Server
+    layers: ServedLayers, paths: Iterable[str], info: ModelInfo, server: Server
 ) -> Iterable[str]:
     """Yield the paths that a server adapts."""
     known = {path for group in layers.groups for path in group}
@@ -542,7 +542,7 @@ def _adapted(
 
 def _complete(
     factors: Mapping[str, Factors],
-    layers: Layers,
+    layers: ServedLayers,
     modules: Mapping[str, tuple[str, ...]],
     transposed: bool,
     info: ModelInfo,
@@ -576,7 +576,7 @@ def _zeros(d_out: int, d_in: int, factors: Mapping[str, Factors]) -> Factors:
     return Factors(like.new_zeros(1, d_in), like.new_zeros(d_out, 1))
 
 
-def _in_server(path: str, layers: Layers) -> str:
+def _in_server(path: str, layers: ServedLayers) -> str:
     """Return the path in the server's names."""
     match = _EXPERT.fullmatch(path)
     if match is None or layers.experts is None:
@@ -587,7 +587,7 @@ def _in_server(path: str, layers: Layers) -> str:
 
 
 def _targets(
-    factors: Mapping[str, Factors], layers: Layers, modules: Mapping[str, tuple[str, ...]]
+    factors: Mapping[str, Factors], layers: ServedLayers, modules: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
     """Return the shortest names of the adapted layers that match no other layer."""
     whole = [path for path in factors if not _EXPERT.fullmatch(path)]

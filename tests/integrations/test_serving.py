@@ -186,7 +186,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
 
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    asyncio.run(server.Gate(None, SimpleNamespace(most_bytes=99))(scope, receive, send))
+    asyncio.run(server.RequestGate(None, SimpleNamespace(most_bytes=99))(scope, receive, send))
     assert sent[0]["status"] == 408
 
 

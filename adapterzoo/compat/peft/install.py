@@ -79,7 +79,7 @@ def _taken() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-class _View(ModuleType):
+class _PeftModule(ModuleType):
     """A module of PEFT, in which the names that exist here are ours."""
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +139,7 @@ def _names() -> dict[str, str]:
     return found
 
 
-class _Finder(Loader):
+class _PeftFinder(Loader):
     """Finder of `peft` and its modules, which creates their views and keeps the real modules.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Finder(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return an empty view."""
-        return _View(spec.name)
+        return _PeftModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give a view the names for `from … import *`, and the version."""
@@ -242,4 +242,4 @@ class _Distribution(metadata.Distribution):
         return Path(path)
 
 
-_FINDER = _Finder()
+_FINDER = _PeftFinder()

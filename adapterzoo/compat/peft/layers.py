@@ -205,7 +205,7 @@ def delta_weight(layer: Any, name: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokensLayer:
     """Rows of a table, in the form of PEFT's layers.
 
     Attributes:
@@ -491,6 +491,6 @@ _ANSWERS: Mapping[str, Callable[[Any], Any]] = dict(
     out_features=lambda layer: _widths(layer)[1],
     r=lambda layer: ByConfig(layer, _SCALED, "rank_at"),
     scaling=lambda layer: ByAdapter(layer, _SCALED, "scaling"),
-    token_adapter=lambda layer: Tokens(ByAdapter(layer, TokenRows, "rows")),
+    token_adapter=lambda layer: TokensLayer(ByAdapter(layer, TokenRows, "rows")),
 )
 answer_at_layers(_ANSWERS)

@@ -94,7 +94,7 @@ def keep(model: Any, name: str, given: Any) -> None:
     _book(model).kept[name] = Kept(own, given, before)
 
 
-class Shown(dict[str, Any]):
+class ShownConfigs(dict[str, Any]):
     """The configs of a model by name, as users see them."""
 
     def pop(self, name: str, default: Any = None) -> Any:
@@ -107,7 +107,7 @@ class Book:
     """The configs of a model, and the dict of them that users see."""
 
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
-    shown: Shown = dataclasses.field(default_factory=Shown)
+    shown: ShownConfigs = dataclasses.field(default_factory=ShownConfigs)
 
 
 def _book(model: Any) -> Book:

@@ -259,7 +259,7 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ExportedTask:
     """The task class that an exported adapter belongs to.
 
     Attributes:

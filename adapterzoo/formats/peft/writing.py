@@ -38,7 +38,7 @@ from .reading import (
     TASKS,
     TOKENS,
     WRAPPED,
-    Task,
+    ExportedTask,
     base_tensor,
     by_path,
     classes_for,
@@ -273,7 +273,10 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
+    head: Mapping[str, Tensor],
+    modules: Mapping[str, tuple[str, ...]],
+    task: ExportedTask,
+    info: ModelInfo,
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
@@ -293,7 +296,7 @@ def _task_fields(
 
 
 def _path_in_task(
-    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: ExportedTask
 ) -> str:
     """Return a layer's path in the task class from its path in the base model."""
     found = next((p for p in (info.whole(path), path) if p in modules), None)
@@ -378,7 +381,7 @@ def _write_extras(
     spelling: PeftSpelling,
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
-    task: Task,
+    task: ExportedTask,
     info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields, and its tensors without the prefix.
@@ -447,7 +450,7 @@ def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo)
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
 
 
-def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[ExportedTask, dict[str, Tensor]]:
     """Return the task class for which an adapter is written, and its head's tensors by key there.
 
     Raises:
@@ -455,7 +458,7 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     """
     metadata = checkpoint.metadata.get("head")
     if not info.named_heads:
-        return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
+        return ExportedTask(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
         # a class that generates, else the base model
         encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -469,11 +472,11 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
         )
         for task, mapping in generating:
             for cls in classes_for(mapping, info.model_type):
-                return Task(cls, task), {}
-        return Task(info.model_class, None), {}
+                return ExportedTask(cls, task), {}
+        return ExportedTask(info.model_class, None), {}
     config = dict(metadata.get("config") or {})
     if (own := config.get("model_class")) is not None:
-        return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
+        return ExportedTask(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
     head_type = config.get("head_type")
     known = head_types.get(str(head_type))
     task_type = None if known is None else known.peft_task
@@ -484,4 +487,6 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     if model_class is None:
         why = f"transformers has no {info.model_type!r} with a {head_type!r} head"
         raise inexpressible(why, argument("with_head", False))
-    return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
+    return ExportedTask(model_class, task_type), info.to_static(
+        model_class, metadata, checkpoint.head
+    )

@@ -65,7 +65,7 @@ from adapterzoo.methods._targets import (
     rescaled,
 )
 from adapterzoo.patterns import Patterns, matching
-from adapterzoo.tensor_parallel import Split
+from adapterzoo.tensor_parallel import LayerSplit
 
 DRAWN = "lora", "bert", "gaussian", "orthogonal", "random"
 """The names of initial values that do not depend on the weight."""
@@ -271,7 +271,7 @@ class LowRankUpdate(WeightAdapter):
         return base.mix(t, b)
 
 
-def dropped_part(x: Tensor, p: float, split: Split) -> Tensor:
+def dropped_part(x: Tensor, p: float, split: LayerSplit) -> Tensor:
     """Return dropout(x) of a part of the input features, `[*batch, part of d_in]`.
 
     The mask is part of the one that a single process would draw for all features, so the next

@@ -60,7 +60,7 @@ from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, generator
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
-from adapterzoo.tensor_parallel import Split
+from adapterzoo.tensor_parallel import LayerSplit
 
 from .factors import SIDES, Factors, LowRank, LowRankConfig
 from .starts import (
@@ -289,7 +289,7 @@ class Start(nn.Module):
         self.register_buffer("lora_A", torch.empty_like(a.detach()))
         self.register_buffer("lora_B", torch.empty_like(b.detach()))
 
-    def forward(self, x: Tensor, split: Split | None) -> Tensor:
+    def forward(self, x: Tensor, split: LayerSplit | None) -> Tensor:
         """Return B₀ A₀ x, `[*batch, d_in]` → `[*batch, d_out]`, in the dtype of the factors."""
         t = linear(x.to(self.lora_A.dtype), self.lora_A)  # [*batch, r]
         return linear(t if split is None else split.joined(t), self.lora_B)

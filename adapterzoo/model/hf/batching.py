@@ -564,7 +564,7 @@ def join(variants: Sequence[Variant]) -> Plan | None:
     return batches.join_plans([v.plan for v in variants]) if len(variants) > 1 else None
 
 
-class Prompt(list[int]):
+class RequestPrompt(list[int]):
     """The tokens of a request, together with its adapter.
 
     Attributes:
@@ -580,7 +580,7 @@ class Prompt(list[int]):
 
 def prompts_of(
     model: AdaptedModel, inputs: Sequence[Sequence[int]], adapter_names: object, new_tokens: object
-) -> list[Prompt]:
+) -> list[RequestPrompt]:
     """Return the prompts of a call, each with its adapter.
 
     Args:
@@ -611,7 +611,9 @@ def prompts_of(
     found = []
     for number, (tokens, variant) in enumerate(zip(inputs, variants, strict=True)):
         try:
-            found.append(Prompt(checked(model, tokens, new_tokens, variant), variant, errors))
+            found.append(
+                RequestPrompt(checked(model, tokens, new_tokens, variant), variant, errors)
+            )
         except ConfigError as error:
             raise ConfigError(f"request {number}: {error}") from error
     every = list({variant.key: variant for variant in variants}.values())
@@ -772,7 +774,7 @@ if is_tested():
                 with naming("add_request()"):
                     input_ids = self._admit(input_ids, request_id, max_new_tokens, adapter_name)
             except Exception as error:
-                if isinstance(input_ids, Prompt):
+                if isinstance(input_ids, RequestPrompt):
                     # transformers logs what goes wrong in `generate_batch`, and no more
                     input_ids.errors.append(error)
                 raise
@@ -791,7 +793,7 @@ if is_tested():
             self, input_ids: Any, request_id: str, new_tokens: int | None, adapter_name: object
         ) -> list[int]:
             model = cast("AdaptedModel", self.model)
-            if adapter_name is ACTIVE and isinstance(input_ids, Prompt):
+            if adapter_name is ACTIVE and isinstance(input_ids, RequestPrompt):
                 variant = input_ids.variant
             else:
                 variant = asked_of(model, adapter_name)
@@ -832,7 +834,9 @@ if is_tested():
             Raises:
                 AdapterZooError: as for `add_request`.
             """
-            if adapter_names is not None or not all(isinstance(each, Prompt) for each in inputs):
+            if adapter_names is not None or not all(
+                isinstance(each, RequestPrompt) for each in inputs
+            ):
                 own = self.generation_config.max_new_tokens
                 most = own if max_new_tokens is None else max_new_tokens
                 with naming("add_requests()"):

@@ -75,7 +75,7 @@ def _is_broken(module: nn.Module) -> bool:
 # --- what it reaches ---
 
 
-class _Part(NamedTuple):
+class _SitePart(NamedTuple):
     """The adapter's module at one site; `placement` is None for modules that its layers share."""
 
     placement: Placement | None
@@ -125,19 +125,19 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
     )
 
 
-def _parts(model: AdaptedModel, name: str) -> Iterator[_Part]:
+def _parts(model: AdaptedModel, name: str) -> Iterator[_SitePart]:
     """Yield the adapter's modules at all sites; the parts of a fused layer one by one."""
     state = model._adapter_state
     if name in state.fusions and name not in state.records:
         first = state.records[state.fusions[name].adapters[0]]
         for path, layer in fusion_modules(model, name):
-            yield _Part(first.places[path][0], layer)
+            yield _SitePart(first.places[path][0], layer)
         return
     record = state.find(name)
     for path, module in modules_of(model, name):
         placements = record.places[path]
         if not placements and any(True for _ in module.parameters()):
-            yield _Part(None, module)
+            yield _SitePart(None, module)
         labels = part_names([placement.site for placement in placements])
         for placement, label in zip(placements, labels, strict=True):
             own: nn.Module | None = module
@@ -145,7 +145,7 @@ def _parts(model: AdaptedModel, name: str) -> Iterator[_Part]:
                 own = own._modules[parameter_of(placement.site)]
             if isinstance(own, FusedAdapters):
                 own = own._modules[label]
-            yield _Part(placement, cast("nn.Module", own))
+            yield _SitePart(placement, cast("nn.Module", own))
 
 
 def _shown(model: AdaptedModel, placement: Placement | None) -> tuple[str, int, str]:
