@@ -28,40 +28,40 @@ def table(base: str | None) -> list[dict[str, Any]]:
     strings: dict[Any, list[str]] = {}
     for name, make in config_strings.items():
         strings.setdefault(make, []).append(name)
-    found = BertConfig() if base is None else load(AutoConfig, base)
-    served = LlamaConfig(num_hidden_layers=1) if base is None else found
+    own_configs = (BertConfig(), LlamaConfig(num_hidden_layers=1))
+    configs = own_configs if base is None else (load(AutoConfig, base),)
     with torch.device("meta"):
-        model, other = (
-            AutoAdapterModel.from_config(each, attn_implementation="eager")
-            for each in (found, served)
-        )
-        rows = [_row(model, other, make, own) for make, own in strings.items()]
+        models = [AutoAdapterModel.from_config(c, attn_implementation="eager") for c in configs]
+        rows = [_row(models, make, own) for make, own in strings.items()]
     return [row for row in rows if row is not None]
 
 
-def _row(model: Any, served: Any, make: Any, own: list[str]) -> dict[str, Any] | None:
-    """Return the row of a method; None for one that has no config without arguments."""
+def _row(models: list[Any], make: Any, own: list[str]) -> dict[str, Any] | None:
+    """Return the row of a method; None for one that has no config without arguments.
+
+    The first model counts the parameters, and the last one is served.
+    """
     from adapterzoo.contracts import Adapter, WeightAdapter
     from adapterzoo.serving.export import readers
 
     row: dict[str, Any] = {"name": own[0], "aliases": own[1:], "formula": None, "parameters": None,
                            "merges": None, "servers": {}}  # fmt: skip
     try:
-        for each in (model, served):
+        for each in models:
             each.add_adapter(own[0], config=make())
     except FieldError:
         return None
     except AdapterZooError as error:
         # the model has no place for it
         return {**row, "problem": str(error)}
-    modules = [module for module in model.modules() if isinstance(module, Adapter)]
+    modules = [module for module in models[0].modules() if isinstance(module, Adapter)]
     formulas = [(type(module).__doc__ or "").partition("\n")[0] for module in modules]
     row |= {
         "formula": " ".join(dict.fromkeys(formulas)),
-        "parameters": model.adapter_summary(as_dict=True)[0]["#param"],
+        "parameters": models[0].adapter_summary(as_dict=True)[0]["#param"],
         "merges": all(isinstance(module, WeightAdapter) for module in modules),
-        "servers": readers(served, own[0]),
+        "servers": readers(models[-1], own[0]),
     }
-    for each in (model, served):
+    for each in models:
         each.delete_adapter(own[0])
     return row
