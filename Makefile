@@ -48,6 +48,8 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 
 .PHONY: help quickstart compare readme notebooks bench growth many batching bench-gpu test sweep lint types floors figures \
 	newest oldest docs links tests sweeps coverage devices calls plain serving training merging architectures frames exact peft-files quantized fixed fuzz mutants format clean
+# tests start many processes; without bytecode each of them compiles all that it imports
+unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 

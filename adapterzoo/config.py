@@ -34,7 +34,15 @@ from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast, dataclass_transform
 
 from . import peft_arguments
-from .errors import CompositionError, ConfigError, FieldError, SiteError, listing, unknown_name
+from .errors import (
+    CompositionError,
+    ConfigError,
+    FieldError,
+    SiteError,
+    extend,
+    listing,
+    unknown_name,
+)
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -578,8 +586,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
                 return cast("Self", found._from_fields(fields))
             except FieldError as error:
                 if given is None:
-                    hint = f"For another method, add {cls.kind_field!r} to the dict."
-                    error.args = (f"{error} {hint}",)
+                    extend(error, f" For another method, add {cls.kind_field!r} to the dict.")
                 raise
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))

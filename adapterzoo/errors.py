@@ -145,6 +145,16 @@ def columns(rows: Iterable[Sequence[str]], right: Iterable[bool]) -> list[str]:
     return [form.format(*row).rstrip() for row in rows]
 
 
+def extend(error: AdapterZooError, more: str) -> None:
+    """Add a sentence to the message of an error, before it is raised again.
+
+    Args:
+        error: any of ours.
+        more: what a caller of the function that raised it knows, with the space or line before it.
+    """
+    error.args = (f"{error}{more}", *error.args[1:])
+
+
 def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """Return the error for an unknown name, with the nearest known name and all others.
 

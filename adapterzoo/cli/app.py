@@ -145,7 +145,9 @@ class App(click.Group):
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             near = get_close_matches(args[0], self.commands, 1)
             hint = (
-                f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
+                f"Did you mean {near[0]!r}?"
+                if near
+                else f"Write one of {', '.join(self.commands)}."
             )
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
@@ -272,7 +274,7 @@ def _pairs(option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
 @click.option("--eval", "eval_files", multiple=True, metavar="FILE",
               help="Test data; repeat it as often as --train.")  # fmt: skip
 @click.option("--output", required=True, metavar="FOLDER",
-              help="Folder for the adapter; of several, each gets its own in it.")  # fmt: skip
+              help="Folder for the adapter; several adapters get one each inside it.")  # fmt: skip
 @click.option("--sweep", "sweeps", multiple=True, metavar="OPTION=VALUES",
               help="Try each of the values, such as lr=1e-4,1e-3; may be repeated. The best "
               "adapter is saved.")  # fmt: skip
@@ -323,13 +325,13 @@ def train_command(
     if eval_files and len(eval_files) != len(train_files):
         raise click.UsageError("Write --eval as often as --train, in the same order.")
     if len(train_files) > 1 and (name or sweeps):
-        raise click.UsageError("Several --train are named by their files; leave out "
+        raise click.UsageError("Several --train are named after their files; leave out "
                                f"{'--name' if name else '--sweep'}.")  # fmt: skip
     names = [name or Path(output).name]
     if len(train_files) > 1:
         names = [Path(file).stem for file in train_files]
         if len({*names}) < len(names):
-            raise click.UsageError("Files of --train have equal names. Rename one of them.")
+            raise click.UsageError("Two files of --train have the same name. Rename one of them.")
     for every in names:
         checks.check_name(every)
     tried = _tried(sweeps)
@@ -471,8 +473,8 @@ def predict_command(
     if (question is None) != (context is None):
         raise click.UsageError("Write both --question and --context.")
     if sum(map(bool, typed.values())) + (file is not None) != 1:
-        raise click.UsageError("Write either --text or --file; or --question and --context, or "
-                               "--image.")  # fmt: skip
+        raise click.UsageError("Write one of --text, --image, --file, or --question with "
+                               "--context.")  # fmt: skip
     checks.check_file(output)
     if file is not None:
         table = read(Path(file))
@@ -841,9 +843,9 @@ def merge_command(
 @click.option("--temperature", type=click.FloatRange(min=0),
               help="For all requests; 0: the likeliest token.  [default: MODEL's]")  # fmt: skip
 @click.option("--slots", type=click.IntRange(min=1),
-              help="Adapters of one kind that act at a time.  [default: all, up to 8]")  # fmt: skip
+              help="Adapters of one kind in one batch.  [default: all, up to 8]")  # fmt: skip
 @click.option("--max-bytes", type=click.IntRange(min=1),
-              help="Bytes of all adapters that are kept.  [default: any number]")  # fmt: skip
+              help="Largest size of all adapters in memory.  [default: no limit]")  # fmt: skip
 @click.option("--num-blocks", type=click.IntRange(min=1),
               help="Blocks of the cache.  [default: as the memory allows]")  # fmt: skip
 @click.option("--page-size", type=click.IntRange(min=1), help="Tokens of a block.")

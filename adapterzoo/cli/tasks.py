@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 # labels that a loss leaves out
 _IGNORED = -100
-_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_NUMBER = re.compile(r"-?[0-9]{1,15}([.][0-9]{1,15})?")
 # tokens of the longest answer
 _ANSWER = 30
 
@@ -228,14 +228,21 @@ class Task(ABC):
             rows: the training data.
 
         Raises:
-            ConfigError: there is only one.
+            ConfigError: there is only one, or they are values and no classes.
         """
         names = {label for row in rows for label in self.labels_in(row)}
         if len(names) == 1:
             raise ConfigError(f"{str(path)!r} has only the label {min(names)!r}. Write two labels.")
-        if all(_NUMBER.fullmatch(name) for name in names):
-            return sorted(names, key=lambda name: (int(name), name))
-        return sorted(names)
+        if not all(_NUMBER.fullmatch(name) for name in names):
+            return sorted(names)
+        # 1.0 is a class in the tables of pandas, 0.25 a value
+        if values := sorted(name for name in names if not float(name).is_integer()):
+            raise ConfigError(
+                f"{str(path)!r} has the labels {listing(values, limit=3)}, which are values, not "
+                "classes. Write names of classes; in Python, add_classification_head(name, "
+                "num_labels=1) learns values."
+            )
+        return sorted(names, key=lambda name: (float(name), name))
 
     def check_test(self, path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
         """Check the test data.
@@ -751,6 +758,12 @@ class _TextGeneration(_Generation):
     def add_head(
         self, model: Any, name: str, labels: Sequence[str], rows: Sequence[Row], options: Row
     ) -> None:
+        if model.anatomy.tokens and model.anatomy.tokens.looks_ahead:
+            raise ConfigError(
+                f"a {model.config.model_type!r} model reads a text in both directions, so it would "
+                "see the tokens that it learns to predict. Write a model that reads from left to "
+                "right, such as gpt2."
+            )
         if not _generates(model):
             model.add_causal_lm_head(name, layers=1, activation_function=None)
 

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.file_download import repo_folder_name
 
-from adapterzoo.errors import HubError, listing, names_call
+from adapterzoo.errors import HubError, extend, listing, names_call
 from adapterzoo.formats.setup_files import SETUP
 
 from .names import KNOWN_FILES, RepoRef, is_complete, is_public_name, locate
@@ -76,7 +76,7 @@ def resolve(
             with contextlib.suppress(HubError):
                 return _adapter(RepoRef(repository_of(name, model_name, config)), options)
         if source is None:
-            error.args = (f"{error} There is no folder {name!r} either.",)
+            extend(error, f" There is no folder {name!r} either.")
         raise
 
 

@@ -107,8 +107,10 @@ def plan_of_call(
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
         raise BatchError(
-            f"{named or f'{plan.setup!r} is active'}: the batch has {batch} rows, legal are "
-            f"{legal}. Write {'one name, or None, for each row' if named else 'other sizes'}."
+            f"{named}, but the batch has {batch}. Write one name, or None, for each row."
+            if named
+            else f"{plan.setup!r} is active: the batch has {batch} rows, legal are {legal}. Write "
+            "other sizes."
         )
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact

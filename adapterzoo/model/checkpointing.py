@@ -26,6 +26,7 @@ from adapterzoo.errors import (
     SiteError,
     StateError,
     argument,
+    extend,
     in_python,
     listing,
     unknown_name,
@@ -246,7 +247,7 @@ def fitting(
     except CheckpointError as error:
         base_name = stored.metadata.get("model_name")
         if base_name and base_name != name_of(model):
-            error.args = (f"{error}\nIt was trained on {base_name!r}. Load it into that model.",)
+            extend(error, f"\nIt was trained on {base_name!r}. Load it into that model.")
         raise
     enter_head, lost = None, ""
     if with_head:

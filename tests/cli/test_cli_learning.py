@@ -201,6 +201,7 @@ CASES = {
     ),
     "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has nothing"),
     "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'"),
+    "values": ("text,label\nfine,0.25\ndull,1\n", "has the labels '0.25', which are values"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
     "no JSON": ("{\n", "'rows.jsonl' is damaged after line 0"),
@@ -236,6 +237,10 @@ REFUSED = {
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which the training data lack"),
     "another ending": (["--train", "more.xlsx"], "is none of '.csv'"),
+    "an encoder that generates": (
+        ["--task", "text-generation"],
+        "'bert' model reads a text in both directions",
+    ),
 }
 
 
@@ -267,9 +272,9 @@ def test_predict_says_that_it_rounds(run, trained, base, tmp_path):
 
 
 def test_predict_asks_for_a_text_or_a_file(run, tmp_path):
-    assert "--text or --file" in run("predict", tmp_path, code=2).stderr
+    assert "Write one of --text" in run("predict", tmp_path, code=2).stderr
     both = run("predict", tmp_path, "--text", "a", "--file", "b.csv", code=2)
-    assert "--text or --file" in both.stderr
+    assert "Write one of --text" in both.stderr
 
 
 @pytest.mark.parametrize("name", ["none/out.csv", "."])

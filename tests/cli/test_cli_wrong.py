@@ -103,7 +103,7 @@ TOLD: dict[str, tuple[tuple[str, ...], int, str]] = {
     ),
     "nothing to resume": ((*ROWS, "--resume"), 1, "Leave out --resume"),
     # predict
-    "nothing to predict": (("predict", "runs/reviews"), 2, "Write either --text or --file"),
+    "nothing to predict": (("predict", "runs/reviews"), 2, "Write one of --text"),
     "rows to predict": (("predict", "runs/reviews", "--file", "x.csv"), 1, "no file 'x.csv'"),
     "another input": (("predict", "native", "--image", "a.png"), 1, "Write --text, or --file"),
     "another role": ((*GOOD[:1], "native", *GOOD[2:], "--column", "txt=a"), 2, "are text, pair"),

@@ -1,6 +1,6 @@
 """Many threads that ask for adapters of a pool, by Zipf's law, and check what they get.
 
-`python tests/serving/pools.py --seconds 600` runs it by hand.
+`PYTHONPATH=tests python tests/serving/pools.py --seconds 600` runs it by hand.
 """
 
 from __future__ import annotations
