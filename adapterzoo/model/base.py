@@ -21,7 +21,7 @@ some layers. A change outside the blocks, or of only a few weights, does not. Th
 signature.
 
 There is no digest without the original weights: for a quantized model, on the meta device, after
-saving merged weights, under ZeRO stage 3, FSDP 1 or a `tp_plan`, and in a model wrapped by PEFT.
+saving merged weights, under FSDP 1 or a `tp_plan`, and in a model wrapped by PEFT.
 Nothing is cached: reading the values takes milliseconds, and writes to weights leave no trace.
 """
 
@@ -138,7 +138,7 @@ def _digest(model: AdaptedModel, weights: _Weights) -> str | None:
         return None
     hashed = hashlib.sha256()
     for key, signs in sharding.negative_at(tensors, _positions).items():
-        hashed.update(f"{key} {[*tensors[key].shape]}\n".encode())
+        hashed.update(f"{key} {sharding.shape_of(tensors[key])}\n".encode())
         hashed.update(signs.numpy().tobytes())
     return f"{_VERSION}{hashed.hexdigest()[:_DIGITS]}"
 
@@ -201,7 +201,7 @@ def _sampled(
     if model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
         table = token_table(model)
         found = {k: t for k, t in found.items() if table is None or t is not table.weight}
-    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
+    dims = {key: len(sharding.shape_of(tensor)) for key, tensor in found.items()}
     keys = [*choose({k: dim for k, dim in dims.items() if dim > 1 or not weights.is_quantized})]
     for key in weights.offloaded.keys() & set(keys):
         module, name = weights.offloaded[key]

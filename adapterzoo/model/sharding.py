@@ -47,13 +47,16 @@ def reshard(model: Any) -> None:
 
 def groups_of(model: Any) -> list[Any]:
     """Return the process groups over which a resharded model is sharded, one for each dimension."""
-    for parameter in model.parameters() if _may_be_sharded() else ():
-        if is_part(parameter):
-            mesh = parameter.device_mesh
-            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        if _is_partitioned(parameter):
-            return [parameter.ds_process_group]
-    return []
+    every = map(_groups, model.parameters() if _may_be_sharded() else ())
+    return [*next(filter(None, every), ())]
+
+
+def _groups(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the process groups over which a tensor is sharded, one for each dimension."""
+    if is_part(tensor):
+        mesh = cast("Any", tensor).device_mesh
+        return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    return (cast("Any", tensor).ds_process_group,) if _is_partitioned(tensor) else ()
 
 
 def _is_partitioned(tensor: Tensor) -> bool:
@@ -148,9 +151,9 @@ def is_sharded(tensor: Tensor) -> bool:
     return is_part(tensor) or _is_partitioned(tensor)
 
 
-def dim_of(tensor: Tensor) -> int:
-    """Return the number of dimensions of the whole tensor."""
-    return len(cast("Any", tensor).ds_shape) if _is_partitioned(tensor) else tensor.dim()
+def shape_of(tensor: Tensor) -> list[int]:
+    """Return the sizes of the whole tensor."""
+    return [*(cast("Any", tensor).ds_shape if _is_partitioned(tensor) else tensor.shape)]
 
 
 def size_of(parameter: Tensor) -> int:
@@ -228,7 +231,7 @@ def negative_at(
 ) -> dict[str, Tensor]:
     """Return whether entries of whole tensors have a sign bit, `bool`, on the CPU.
 
-    A collective call if any is sharded by `fully_shard`; no tensor is gathered.
+    A collective call if any is sharded; no tensor is gathered.
 
     Args:
         tensors: of a resharded model, in the same order in all processes.
@@ -238,24 +241,28 @@ def negative_at(
     found: dict[str, Tensor] = {}
     shared: dict[Any, list[str]] = {}
     for key, tensor in tensors.items():
-        part, size = cast("Any", tensor.detach()), tensor.numel()
-        if is_dtensor := is_part(tensor):
-            shared.setdefault(part.device_mesh, []).append(key)
-            part = part.to_local()
+        part, size = cast("Any", tensor.detach()), size_of(tensor)
+        # parts may be on the CPU while the processes talk through GPUs
+        device = tensor.device.type
+        if is_part(tensor):
+            device, part = part.device_mesh.device_type, part.to_local()
+        elif _is_partitioned(tensor):
+            part = cast("Any", tensor).ds_tensor
         at = size, part.device
         if at not in indices:
             indices[at] = positions(size).to(part.device)
         index, inside = indices[at], None
-        if is_dtensor:
+        if groups := _groups(tensor):
+            shared.setdefault((groups, device), []).append(key)
             index, inside = _own_entries(index, tensor)
         signs = torch.signbit(part.take(index))
         if inside is not None:
             signs = torch.zeros_like(inside).masked_scatter_(inside, signs)
         found[key] = signs.cpu()
-    for mesh, keys in shared.items():
-        joined = torch.cat([found[key] for key in keys]).to(mesh.device_type, torch.uint8)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(joined, dist.ReduceOp.MAX, mesh.get_group(dim))
+    for (groups, device), keys in shared.items():
+        joined = torch.cat([found[key] for key in keys]).to(device, torch.uint8)
+        for group in groups:
+            dist.all_reduce(joined, dist.ReduceOp.MAX, group)
         parts = joined.bool().cpu().split([len(found[key]) for key in keys])
         found |= dict(zip(keys, parts, strict=True))
     return found
@@ -266,11 +273,17 @@ def _own_entries(index: Tensor, tensor: Any) -> tuple[Tensor, Tensor]:
 
     Args:
         index: positions in the whole tensor.
-        tensor: a DTensor whose placements are `Shard` or `Replicate`.
+        tensor: partitioned by ZeRO, or a DTensor whose placements are `Shard` or `Replicate`.
 
     Returns:
         The positions in the local tensor of those that it has, and which these are.
     """
+    if _is_partitioned(tensor):
+        # a piece of the flattened tensor for each process; the last one is padded
+        size = tensor.ds_tensor.ds_numel
+        start = size * dist.get_rank(tensor.ds_process_group)
+        inside = (index >= start) & (index < start + size)
+        return index[inside] - start, inside
     shape, first = [*tensor.shape], [0] * tensor.dim()
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -298,10 +311,11 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 def is_read_in_parts(tensor: Tensor) -> bool:
-    """Return whether `negative_at` can read a tensor: a whole one, or an evenly cut DTensor."""
-    if not is_part(tensor):
-        return not _is_partitioned(tensor)
-    placements = cast("Any", tensor).placements
+    """Return whether `negative_at` can read a tensor: whole, in memory, or an evenly cut DTensor."""
+    if _is_partitioned(tensor):
+        # other parts are on a disk
+        return cast("Any", tensor).ds_tensor.status.name == "AVAILABLE"
+    placements = cast("Any", tensor).placements if is_part(tensor) else ()
     return all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
 
 

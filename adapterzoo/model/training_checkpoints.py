@@ -181,7 +181,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
         for module in model._backbone.modules()
         if not isinstance(module, nn.Embedding)
         for p in module._parameters.values()
-        if p is not None and sharding.dim_of(p) > 1 and id(p) not in own
+        if p is not None and len(sharding.shape_of(p)) > 1 and id(p) not in own
     )
 
 
