@@ -390,7 +390,7 @@ _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
 
 
 def summary(model: AdaptedModel) -> list[dict[str, Any]]:
-    """Return a row for each adapter, then for each head, then one for the base model."""
+    """Return a row for each adapter, each fusion and each head, then one for the base model."""
     plan, records = model._active.plan, model._adapter_state.records
     active = () if plan.setup is None else plan.setup.flatten()
     rows: list[dict[str, Any]] = []
@@ -410,6 +410,11 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         row = add(name, record.config.architecture, parameters_of(model, name), name in active)
         if name in active and plan.skip_layers:
             row["skip_layers"] = list(plan.skip_layers)
+        if name in model._adapter_state.merged:
+            row["merged"] = True
+    fused = [fuse.name for fuse in fusions_of(plan.setup)]
+    for name in model._adapter_state.fusions:
+        add(name, "fusion", own_parameters_of(model, (), [name]), name in fused)
     base = [p for p in model._backbone.parameters() if id(p) not in ids]
     ids.update(map(id, base))
     for name, kind, modules, is_active in _heads(model, active):
@@ -473,6 +478,8 @@ def _cell(row: dict[str, Any], column: str) -> str:
     value = row.get(column, "")
     if column == "architecture" and (labels := row.get("labels")):
         return f"{value}: {listing(labels, limit=4, show=str)}"
+    if column == "active" and row.get("merged"):
+        return "merged"
     if isinstance(value, bool):
         skipped = row.get("skip_layers", ()) if column == "active" else ()
         where = f", not in blocks {', '.join(map(str, skipped))}" if skipped else ""
