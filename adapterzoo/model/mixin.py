@@ -144,8 +144,8 @@ class AdapterModelMixin:
 
         Args:
             as_dict: whether to return the rows as dicts instead of a table: adapters, fusions, then
-                heads, with their `labels` if they have any, and last the base model. The share is in
-                percent of the base model's parameters. A quantized weight counts as many
+                heads, with their `labels` if they have any, and last the base model. The share is
+                in percent of the base model's parameters. A quantized weight counts as many
                 parameters as before quantization. Rows of active adapters have `skip_layers` if
                 blocks are skipped, and those of merged ones have `merged`.
         """

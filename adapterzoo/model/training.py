@@ -30,7 +30,7 @@ from adapterzoo.methods._copies import Table
 from adapterzoo.runtime import ActiveState
 
 from . import adapters, sharding
-from .activation import refuse_merged, replan, set_active
+from .activation import refuse_merged, refuse_unfused, replan, set_active
 from .heads import copies, tables
 from .heads.named import all_tensors
 from .hf.guards import refuse_untrained
@@ -104,7 +104,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     """Freeze everything but the fusion layers of a setup and the active heads; activate the setup.
 
     Raises:
-        StateError: there is no fusion in the setup.
+        StateError: there is no fusion in the setup, or it has no fusion layers.
     """
     sharding.reshard(model)
     setup = parse(adapter_setup)
@@ -113,6 +113,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
         raise StateError("there is no fusion in the setup. Write Fuse('a', 'b').")
     for name in setup.flatten():
         model._adapter_state.find(name)
+    refuse_unfused(model, setup)
     _check_heads(model, setup)
     names = setup.flatten() if unfreeze_adapters else ()
     trained = [*own_parameters_of(model, names, [fuse.name for fuse in fuses])]
