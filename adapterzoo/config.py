@@ -189,7 +189,7 @@ class Positive(Check):
 class Density(Check):
     """A number above 0, up to 1."""
 
-    legal = "a number above 0 to 1"
+    legal = "a number above 0, up to 1"
 
     def fits(self, value: object) -> bool:
         """Return whether the value is legal."""

@@ -167,7 +167,8 @@ def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) ->
     names = sorted(known)
     folded = {each.casefold(): each for each in names}
     near = [folded[each] for each in get_close_matches(str(name).casefold(), folded, n=1)]
-    kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+    each_kind = kind.split(" or ")
+    kinds = " or ".join(f"{k[:-1]}ies" if k.endswith("y") else f"{k}s" for k in each_kind)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
     start = f"{subject}: " if subject else ""

@@ -52,7 +52,7 @@ METHODS = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "compare.json"
 # kind, config strings, patterns of fields on further lines of the comment, and the table
 TABLE = re.compile(
-    r"^<!-- (options|cost|works-with): (.+?)(?:\n(.*?))? -->\n\n(.*?)\n\n<!-- end -->$",
+    r"^<!-- (options|cost|works-with): (.+?)(?:\n(.*?))? -->\n\n(.*?)\n*^<!-- end -->$",
     re.MULTILINE | re.DOTALL,
 )
 WIDTH = 64
@@ -461,8 +461,9 @@ def table(kind: str, given: str, patterns: str) -> str:
 
 
 def _anew(found: re.Match[str]) -> str:
-    kind, given, patterns, old = found.groups("")
-    return found[0].replace(f"\n\n{old}\n\n", f"\n\n{table(kind, given, patterns)}\n\n")
+    kind, given, patterns, _ = found.groups("")
+    opening = found[0][: found.start(4) - found.start()]
+    return f"{opening}{table(kind, given, patterns)}\n\n<!-- end -->"
 
 
 def main() -> None:

@@ -124,6 +124,15 @@ def test_every_table_is_asked():
     assert sum(len(re.findall(opening, text, re.M)) for text in texts) == len(ASKED)
 
 
+def test_an_empty_table_is_filled_and_the_next_one_stays():
+    page = (
+        "<!-- options: lora -->\n\n<!-- end -->\n\n## Cost\n\n<!-- cost: lora -->\n\n<!-- end -->"
+    )
+    first, second = facts.TABLE.sub(facts._anew, page).split("\n\n## Cost\n\n")
+    assert first == f"<!-- options: lora -->\n\n{facts.options(['lora'])}\n\n<!-- end -->"
+    assert second.startswith("<!-- cost: lora -->\n\n| config |")
+
+
 def test_a_table_of_options_has_names_defaults_and_meanings():
     rows = [line.strip("| ").split(" | ") for line in facts.options(["dora"]).splitlines()]
     assert ["`r`", "`8`", "rank, 1 to 65,536"] in rows

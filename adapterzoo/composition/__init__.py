@@ -157,7 +157,8 @@ class Node:
         if not self.children or any(not isinstance(child, legal) for child in self.children):
             why = "children are names of adapters and compositions, at least one"
         elif wrong := [name for name in names if name in self.refused]:
-            why = f"a {kind} cannot contain a {wrong[0]}: it {self.reason}"
+            article = "an" if wrong[0] == "Average" else "a"
+            why = f"a {kind} cannot contain {article} {wrong[0]}: it {self.reason}"
         else:
             return
         raise CompositionError(f"{given}: {why}. Write {kind}({self.example}).")
@@ -305,6 +306,7 @@ class Parallel(Node):
 
     takes_none = True
     refused = ("Parallel",)
+    example = "'a', 'b', 'c'"
     reason = "repeats the batch once for each child"
 
 
@@ -525,9 +527,10 @@ def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
     if inside and not stacked:
+        verb = "is merged and acts" if len(inside) == 1 else "are merged and act"
         raise StateError(
-            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
-            f"part. Write reset_adapter(), or Stack('a', 'b')."
+            f"{listing(inside)} {verb} on every input, but {setup!r} divides the input. "
+            f"Write reset_adapter(), or Stack('a', 'b')."
         )
 
 

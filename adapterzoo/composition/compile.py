@@ -325,8 +325,11 @@ class Tokens:
             CompositionError: the number of tokens is not that of all parts.
         """
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
+            got = f"a layer got {list(x.shape)}, which has no tokens"
+            if x.dim() >= (3 if x.is_floating_point() else 2):
+                got = f"the sequences have {x.shape[1]} tokens, and the splits {sum(self.sizes)}"
             raise CompositionError(
-                f"Split(…, splits={list(self.sizes)}): an adapted layer got {list(x.shape)}. "
+                f"Split(…, splits={list(self.sizes)}): {got}. "
                 f"Give the model sequences of {sum(self.sizes)} tokens, or write other splits."
             )
         whole = SharedOutputs(base, x, lambda t: t)

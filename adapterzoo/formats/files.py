@@ -109,6 +109,10 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
     except FileNotFoundError:
         return False
     except OSError as error:
+        if folder.is_file():
+            raise CheckpointError(
+                f"{str(folder)!r} is a file, not a folder. {state}. Write to a folder."
+            ) from error
         raise CheckpointError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
             f"{state}. Write to a folder that can be written."

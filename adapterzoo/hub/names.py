@@ -62,7 +62,8 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         source: `"hf"`: the Hub, even if such a folder exists.
 
     Raises:
-        CheckpointError: there is no such folder, and the name cannot be on the Hub.
+        CheckpointError: there is no such folder, and the name cannot be on the Hub; or it
+            is a file.
         ConfigError: the source is unknown.
         HubError: `source="hf"`, but the Hub cannot have a repository of this name.
     """
@@ -76,7 +77,11 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
     parts = text.rstrip("/").split("/")
     is_path = text.startswith("~") or "\\" in text or ":" in text or len(parts) == 1
     if source is None:
-        is_path = is_path or is_here or not isinstance(name, str)
+        is_path = is_path or not isinstance(name, str)
+    if source is None and is_here:
+        raise CheckpointError(
+            f"{text!r} is a file. Write the folder that holds it, {str(Path(name).parent)!r}."
+        )
     if is_path or {"", ".", ".."} & {*parts}:
         raise (CheckpointError if source is None else HubError)(
             f"there is no such folder, and {text!r} cannot be a repository of the Hub. Write "

@@ -168,6 +168,10 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         inner = folder / part
         there = sorted(file.name for file in inner.glob("*") if file.is_file())
         names = wanted(there)
+        if not inner.is_dir():
+            raise CheckpointError(
+                f"there is no folder {str(inner)!r}. Write the folder of an adapter."
+            )
         if not names and (part or setup is None):
             raise CheckpointError(
                 f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "

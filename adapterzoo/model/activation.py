@@ -97,7 +97,7 @@ def make_plan(
     names = setup.flatten() if setup is not None else ()
     for name in names:
         state.find(name)
-    _refuse_unfused(model, setup)
+    refuse_unfused(model, setup)
     heads = head_setup
     if not isinstance(heads, ActiveHeads):
         heads = for_setup(model, setup, heads, model._active.heads)
@@ -450,7 +450,12 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
     return paths
 
 
-def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
+def refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
+    """Refuse a setup with a `Fuse` that has no fusion layers.
+
+    Raises:
+        StateError: it has none.
+    """
     fusions = model._adapter_state.fusions
     for fuse in fusions_of(setup):
         found, asked = fusions.get(fuse.name), fuse.fused

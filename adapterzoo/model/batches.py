@@ -88,9 +88,9 @@ def plan_of_call(
             return plan, 1
     _refuse_recorded(model, plan, inputs)
     rows = cast("RowMap", plan.rows)
-    named = None if adapter_names is None else f"adapter_names=… names {len(adapter_names)} rows"
+    named = None if adapter_names is None else _named("adapter_names=…", len(adapter_names))
     if isinstance(plan.rows, SlotRows):
-        named = f"use(…) names {len(rows.index)} rows"
+        named = _named("use(…)", len(rows.index))
     found = _rows_of_inputs(inputs)
     if is_plain(model):
         # others may be of any shape, such as the time steps of a diffusion model
@@ -105,12 +105,13 @@ def plan_of_call(
     if rows.tasks is not None and len(tasks) != batch:
         raise CompositionError(f"{len(tasks)} tasks for {batch} rows. Write one task for each row.")
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
-        legal = len(rows.index) // rows.repeats
+        if named:
+            raise BatchError(
+                f"{named}: the batch has {batch} rows. Write one name, or None, for each row."
+            )
         raise BatchError(
-            f"{named}, but the batch has {batch}. Write one name, or None, for each row."
-            if named
-            else f"{plan.setup!r} is active: the batch has {batch} rows, legal are {legal}. Write "
-            "other sizes."
+            f"{plan.setup!r} is active: the batch has {batch} rows, legal are "
+            f"{len(rows.index) // rows.repeats}. Write other sizes."
         )
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
@@ -341,6 +342,10 @@ def plan_of_name(model: AdaptedModel, name: object) -> Plan:
     return dataclasses.replace(plan, heads=for_setup(model, setup, None, model._active.heads))
 
 
+def _named(what: str, count: int) -> str:
+    return f"{what} names {count} {'row' if count == 1 else 'rows'}"
+
+
 def _refuse_names(model: AdaptedModel, what: str) -> None:
     """Refuse names of adapters where they cannot take the place of what is active.
 
@@ -353,8 +358,9 @@ def _refuse_names(model: AdaptedModel, what: str) -> None:
             f"{what}: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
         )
     if state.merged:
+        verb = "is merged and acts" if len(state.merged) == 1 else "are merged and act"
         raise StateError(
-            f"{listing(state.merged)} is merged and acts on every row. Write reset_adapter() first."
+            f"{listing(state.merged)} {verb} on every row. Write reset_adapter() first."
         )
 
 

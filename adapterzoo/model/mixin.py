@@ -138,16 +138,16 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
 
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
-        """Return a table of all adapters and heads, with sizes, and what is active and trained.
+        """Return a table of all adapters, fusions and heads: sizes, what is active and trained.
 
         For an active adapter the table also names the blocks in `skip_layers`.
 
         Args:
-            as_dict: whether to return the rows as dicts instead of a table: adapters, then heads,
-                with their `labels` if they have any, and last the base model. The share is in
-                percent of the base model's parameters. A quantized weight counts as many
+            as_dict: whether to return the rows as dicts instead of a table: adapters, fusions, then
+                heads, with their `labels` if they have any, and last the base model. The share is
+                in percent of the base model's parameters. A quantized weight counts as many
                 parameters as before quantization. Rows of active adapters have `skip_layers` if
-                blocks are skipped.
+                blocks are skipped, and those of merged ones have `merged`.
         """
         rows = training.summary(self)
         return rows if as_dict else training.table(rows)

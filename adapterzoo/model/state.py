@@ -271,7 +271,7 @@ class LoadOptions:
         has, one = ("has", "the one that was") if len(taken) == 1 else ("have", "those that were")
         text = (
             f"the {' and the '.join(taken)} {name!r} of the model {has} been replaced by {one} "
-            f"loaded. Write overwrite_ok=True if it should be, or load_as='another_name'."
+            f"loaded. Write overwrite_ok=True if that is intended, or load_as='another_name'."
         )
         asked = dataclasses.replace(self, overwrite_ok=True)
         return asked, lambda: warnings.warn(text, UserWarning, stacklevel=2)

@@ -30,7 +30,7 @@ from adapterzoo.methods._copies import Table
 from adapterzoo.runtime import ActiveState
 
 from . import adapters, sharding
-from .activation import refuse_merged, replan, set_active
+from .activation import refuse_merged, refuse_unfused, replan, set_active
 from .heads import copies, tables
 from .heads.named import all_tensors
 from .hf.guards import refuse_untrained
@@ -104,7 +104,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     """Freeze everything but the fusion layers of a setup and the active heads; activate the setup.
 
     Raises:
-        StateError: there is no fusion in the setup.
+        StateError: there is no fusion in the setup, or it has no fusion layers.
     """
     sharding.reshard(model)
     setup = parse(adapter_setup)
@@ -113,6 +113,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
         raise StateError("there is no fusion in the setup. Write Fuse('a', 'b').")
     for name in setup.flatten():
         model._adapter_state.find(name)
+    refuse_unfused(model, setup)
     _check_heads(model, setup)
     names = setup.flatten() if unfreeze_adapters else ()
     trained = [*own_parameters_of(model, names, [fuse.name for fuse in fuses])]
@@ -390,7 +391,7 @@ _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
 
 
 def summary(model: AdaptedModel) -> list[dict[str, Any]]:
-    """Return a row for each adapter, then for each head, then one for the base model."""
+    """Return a row for each adapter, each fusion and each head, then one for the base model."""
     plan, records = model._active.plan, model._adapter_state.records
     active = () if plan.setup is None else plan.setup.flatten()
     rows: list[dict[str, Any]] = []
@@ -410,6 +411,11 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         row = add(name, record.config.architecture, parameters_of(model, name), name in active)
         if name in active and plan.skip_layers:
             row["skip_layers"] = list(plan.skip_layers)
+        if name in model._adapter_state.merged:
+            row["merged"] = True
+    fused = [fuse.name for fuse in fusions_of(plan.setup)]
+    for name in model._adapter_state.fusions:
+        add(name, "fusion", own_parameters_of(model, (), [name]), name in fused)
     base = [p for p in model._backbone.parameters() if id(p) not in ids]
     ids.update(map(id, base))
     for name, kind, modules, is_active in _heads(model, active):
@@ -473,6 +479,8 @@ def _cell(row: dict[str, Any], column: str) -> str:
     value = row.get(column, "")
     if column == "architecture" and (labels := row.get("labels")):
         return f"{value}: {listing(labels, limit=4, show=str)}"
+    if column == "active" and row.get("merged"):
+        return "merged"
     if isinstance(value, bool):
         skipped = row.get("skip_layers", ()) if column == "active" else ()
         where = f", not in blocks {', '.join(map(str, skipped))}" if skipped else ""

@@ -39,6 +39,7 @@ from ._case import (
     TinyModel,
     cases,
     checks,
+    why_not,
 )
 from ._host import KINDS
 
@@ -101,7 +102,8 @@ def report(
     if not found:
         raise ConformanceError(
             f"{loaded!r}: fits no model of the suite, whose layers are q_proj, fc1, c_attn, … and "
-            f"have 32 features. Check a config that can be placed there, or call report_on."
+            f"have 32 features. Check a config that can be placed there, or call report_on. "
+            f"The first model refuses it: {why_not(loaded)}"
         )
     return list(_failures(chosen, found))
 

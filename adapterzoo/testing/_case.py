@@ -243,6 +243,15 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
+def why_not(config: AdapterConfig) -> str:
+    """Return why a config does not fit a layer of the suite, in one line."""
+    try:
+        Case(config, KINDS[0], device="meta").host("a")
+    except (ConfigError, SiteError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def _fits(case: Case) -> bool:
     # a config that names its layers decides itself about embeddings
     if case.kind == "embedding" and getattr(case.config, "target_modules", ()) is not None:

@@ -138,8 +138,8 @@ def test_weights_are_those_of_a_list_or_a_dict():
         (["a", "b"], 0.5, r"weights=0.5 is not a list"),
         (["a", "b"], {0.25, 0.75}, r"not a list of 2 finite numbers"),
         (["a", "b"], {"b": 1.0, "a": 2.0}, r"not a list of 2 finite numbers"),
-        (["a", "b"], [1.0, -1.0], r"\[1.0, -1.0\]: sum 0.*normalize_weights=False"),
-        (["a", "b"], [1e308, 1e308], r"sum inf.*normalize_weights=False"),
+        (["a", "b"], [1.0, -1.0], r"\[1.0, -1.0\]: their sum is 0.*normalize_weights=False"),
+        (["a", "b"], [1e308, 1e308], r"sum is inf.*normalize_weights=False"),
         ({"a": 1.0}, [1.0], r"Leave weights out"),
     ],
 )
@@ -151,7 +151,7 @@ def test_weights_that_are_none(names, weights, says):
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("ties", {}, "density=None.*above 0 to 1. Write density=0.5"),
+        ("ties", {}, "density=None.*above 0, up to 1. Write density=0.5"),
         ("ties", {"density": 0.0}, "density=0.0"),
         ("dare_linear", {"density": 1.5}, "density=1.5"),
         ("svd", {"density": 0.5}, "density=0.5 is unused by 'svd'. Write density=None"),

@@ -472,7 +472,7 @@ def test_links_into_a_cache_are_files(world, copied, tmp_path, kind):
 def test_archives_are_not_opened(world, tmp_path):
     shutil.make_archive(str(tmp_path / "x"), "zip", world[1] / "native")
     for path in (tmp_path / "x.zip", str(tmp_path / "x.zip")):
-        with refused(world[0], CheckpointError, "no such folder", "Write "):
+        with refused(world[0], CheckpointError, "is a file", "Write "):
             world[0].load_adapter(path)
         with refused(world[0], CheckpointError, "no such folder", "Write the folder"):
             world[0].load_head(path)

@@ -336,6 +336,8 @@ def test_a_commit_that_fails_leaves_the_repository(hub, model):
 def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no adapter.*its files: none"):
         package.push(tmp_path, "ann/a")
+    with pytest.raises(CheckpointError, match=r"there is no folder '.*nowhere'. Write the folder"):
+        package.push(tmp_path / "nowhere", "ann/a")
     # in parts: no format has that, and who loads it would get some of it
     parts = tmp_path / "parts"
     parts.mkdir()

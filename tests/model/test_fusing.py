@@ -391,6 +391,12 @@ def test_what_cannot_be_fused_is_refused():
             "Fuse('a', 'b')",
         ),
         (lambda: model.train_adapter_fusion(both), StateError, "Parallel('a', 'b')", "Write Fuse"),
+        (
+            lambda: model.train_adapter_fusion(Fuse("b", "a")),
+            StateError,
+            "no fusion layers for Fuse('b', 'a')",
+            "Write add_adapter_fusion(Fuse('b', 'a'))",
+        ),
     ):
         with refused(model, error, *says):
             call()

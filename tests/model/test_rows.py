@@ -438,7 +438,7 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
     model = with_adapters("bert", {"a": "lora", "b": "seq_bn", "c": "seq_bn"}, dtype=torch.float32)
     inputs = tiny_inputs("bert", batch=2)
     cases = [
-        (["a"], CompositionError, "names 1 rows", "but the batch has 2"),
+        (["a"], CompositionError, "names 1 row: the batch has 2", "one name, or None"),
         (["a", "b", None], CompositionError, "names 3 rows", "one name, or None, for each row"),
         (["a", "z"], UnknownNameError, "'z'", "Known adapters: 'a', 'b'"),
         ([None, 3], UnknownNameError, "no adapter 3", "Known adapters: 'a', 'b'"),
@@ -796,3 +796,21 @@ def test_an_input_given_twice_or_to_nobody_is_an_error(rows):
         model(ids, *[None] * len(names), **given)
     whole = model(ids, None, **given)
     assert torch.equal(first_output(whole), first_output(model(input_ids=ids, **given)))
+
+
+def test_two_merged_adapters_are_both_named():
+    model = with_adapters("bert", {"a": "lora", "b": "lora"}, dtype=torch.float32)
+    model.merge_adapter("a")
+    model.merge_adapter("b")
+    with refused(model, StateError, "'a', 'b' are merged and act", "Write reset_adapter() first"):
+        model(**tiny_inputs("bert", batch=2), adapter_names=["a", "b"])
+
+
+def test_splits_that_do_not_fit_are_refused_with_both_numbers():
+    model = with_adapters("bert", {"a": "lora", "b": "lora"}, dtype=torch.float32)
+    inputs = tiny_inputs("bert", batch=2)
+    tokens = inputs["input_ids"].shape[1]
+    model.set_active_adapters(Split("a", "b", splits=[tokens, 1]))
+    said = f"have {tokens} tokens, and the splits {tokens + 1}"
+    with pytest.raises(CompositionError, match=said):
+        model(**inputs)

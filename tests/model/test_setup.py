@@ -115,7 +115,8 @@ def test_a_setup_of_two_models_fails_as_one(tiny, model):
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapter")]
+    ("name", "hint"),
+    [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapters or heads: ")],
 )
 def test_unknown_names_raise_unless_ignored(model, name, hint):
     with refused(model, UnknownNameError, repr(name), hint), AdapterSetup(name):

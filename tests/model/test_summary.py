@@ -8,7 +8,7 @@ from families import tiny_config
 from snapshots import changes, snapshot
 
 import adapterzoo
-from adapterzoo import LoRAConfig
+from adapterzoo import Fuse, LoRAConfig
 
 
 @pytest.fixture
@@ -107,3 +107,23 @@ def test_a_config_is_shown_as_the_call_that_makes_it():
     for config in (LoRAConfig(r=4), LoRAConfig(), union):
         assert eval(repr(config), known) == config
     assert repr(LoRAConfig(r=4)) == "LoRAConfig(r=4)"
+
+
+def test_a_fusion_has_a_row_and_does_not_count_as_base_model(model):
+    before = model.adapter_summary(as_dict=True)[-1]["#param"]
+    model.add_adapter("third", "seq_bn")
+    model.add_adapter_fusion(["second", "third"])
+    model.train_adapter_fusion(Fuse("second", "third"))
+    *_, fusion, _, whole = model.adapter_summary(as_dict=True)
+    size = 2 * 3 * 32 * 32 + 2 * 2 * 32  # query, key and value, with two biases
+    assert whole["#param"] == before
+    assert (fusion["name"], fusion["architecture"]) == ("second,third", "fusion")
+    assert (fusion["#param"], fusion["active"], fusion["train"]) == (size, True, True)
+
+
+def test_a_merged_adapter_is_marked(model):
+    model.merge_adapter("first")
+    rows = model.adapter_summary(as_dict=True)
+    assert [row["name"] for row in rows if row.get("merged")] == ["first"]
+    first = model.adapter_summary().splitlines()[2]
+    assert first.split()[-2:] == ["merged", "yes"]

@@ -745,7 +745,7 @@ def test_what_is_refused_changes_nothing(tmp_path):
         fails(UnknownNameError, "'other'", "other")
         fails(CompositionError, "no rows")
         fails(ConfigError, "slots=3", "a0", "a1", "a2")
-        fails(BatchError, r"^use\(…\) names 1 rows, but the batch has 2", "a0")
+        fails(BatchError, r"^use\(…\) names 1 row: the batch has 2 rows", "a0")
         with pytest.raises(CompositionError, match="write a list"), pool.use("a0"):
             pass
         with pytest.raises(ConfigError, match="larger than the slots"):
