@@ -311,7 +311,7 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 def is_read_in_parts(tensor: Tensor) -> bool:
-    """Return whether `negative_at` can read a tensor: in memory, and evenly cut if it is sharded."""
+    """Return whether `negative_at` can read a tensor: in memory, and cut evenly or not at all."""
     if _is_partitioned(tensor):
         # other parts are on a disk
         return cast("Any", tensor).ds_tensor.status.name == "AVAILABLE"
