@@ -21,7 +21,8 @@ some layers. A change outside the blocks, or of only a few weights, does not. Th
 signature.
 
 There is no digest without the original weights: for a quantized model, on the meta device, after
-saving merged weights, under FSDP 1 or a `tp_plan`, and in a model wrapped by PEFT.
+saving merged weights, under FSDP 1, for layers that a `tp_plan` has packed, and in a model wrapped
+by PEFT.
 Nothing is cached: reading the values takes milliseconds, and writes to weights leave no trace.
 """
 
@@ -125,7 +126,6 @@ def _digest(model: AdaptedModel, weights: _Weights) -> str | None:
         keys
         and weights.is_whole
         and not is_changed
-        and sharding.split_over(model) is None
         and not sharding.is_flattened(cast("nn.Module", model))
     )
     if not whole:

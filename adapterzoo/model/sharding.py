@@ -314,7 +314,7 @@ def is_read_in_parts(tensor: Tensor) -> bool:
     """Return whether `negative_at` can read a tensor: in memory, and cut evenly or not at all."""
     if _is_partitioned(tensor):
         # other parts are on a disk
-        return cast("Any", tensor).ds_tensor.status.name == "AVAILABLE"
+        return bool(cast("Any", tensor).ds_tensor.status.name == "AVAILABLE")
     placements = cast("Any", tensor).placements if is_part(tensor) else ()
     return all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
 
