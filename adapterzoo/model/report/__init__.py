@@ -112,7 +112,7 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
         name,
         "fusion" if config is None else config.architecture,
         tuple(
-            SiteReport(*key, *_measured(modules, judges and is_trainable))
+            SiteReport(*key, *_measured(modules, judges and is_trainable, is_shared=not key[0]))
             for key, modules in sites.items()
         ),
         tuple(_blocks(model, [part.placement for part in parts if part.placement])),
@@ -209,10 +209,15 @@ def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(p for module in modules for p in module.parameters())]
 
 
-def _measured(modules: Iterable[nn.Module], knows: bool) -> tuple[int, bool | None]:
+def _measured(
+    modules: Iterable[nn.Module], knows: bool, is_shared: bool
+) -> tuple[int, bool | None]:
     """Return the number of parameters, and whether none got a gradient; None: unknown."""
     own = _unique(modules)
-    return sum(map(size_of, own)), _is_dead(own) if knows and own else None
+    is_dead = _is_dead(own) if knows and own else None
+    # layers multiply what they share, at first often by zero
+    is_hidden = is_shared and any(p.grad is not None for p in own)
+    return sum(map(size_of, own)), None if is_dead and is_hidden else is_dead
 
 
 def _is_dead(parameters: Iterable[nn.Parameter]) -> bool:
