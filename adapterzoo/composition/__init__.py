@@ -157,7 +157,7 @@ class Node:
         if not self.children or any(not isinstance(child, legal) for child in self.children):
             why = "children are names of adapters and compositions, at least one"
         elif wrong := [name for name in names if name in self.refused]:
-            article = "an" if wrong[0] == "Average" else "a"
+            article = "an" if wrong[0][0] in "AEIOU" else "a"
             why = f"a {kind} cannot contain {article} {wrong[0]}: it {self.reason}"
         else:
             return
@@ -518,6 +518,11 @@ def from_json(values: Any) -> Node | None:
     return kind(*made, **options)
 
 
+def merged_act(names: Collection[str]) -> str:
+    """Return the beginning of a message about merged adapters, such as `'a' is merged and acts`."""
+    return f"{listing(names)} {'is merged and acts' if len(names) == 1 else 'are merged and act'}"
+
+
 def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
     """Refuse a setup that applies a merged adapter, which acts on all inputs, to part of them.
 
@@ -527,9 +532,8 @@ def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
     if inside and not stacked:
-        verb = "is merged and acts" if len(inside) == 1 else "are merged and act"
         raise StateError(
-            f"{listing(inside)} {verb} on every input, but {setup!r} divides the input. "
+            f"{merged_act(inside)} on every input, but {setup!r} divides the input. "
             f"Write reset_adapter(), or Stack('a', 'b')."
         )
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from adapterzoo.anatomy import HEAD
 from adapterzoo.anatomy.tree import parent
 from adapterzoo.caches import is_empty
-from adapterzoo.composition import BatchSplit, Composition, parse
+from adapterzoo.composition import BatchSplit, Composition, merged_act, parse
 from adapterzoo.composition.compile import join_sites
 from adapterzoo.composition.rows import RowMap, SlotRows, has_rows, numbered
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
@@ -358,10 +358,7 @@ def _refuse_names(model: AdaptedModel, what: str) -> None:
             f"{what}: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
         )
     if state.merged:
-        verb = "is merged and acts" if len(state.merged) == 1 else "are merged and act"
-        raise StateError(
-            f"{listing(state.merged)} {verb} on every row. Write reset_adapter() first."
-        )
+        raise StateError(f"{merged_act(state.merged)} on every row. Write reset_adapter() first.")
 
 
 def _cached_plan(model: AdaptedModel, key: object, setup: Composition | None) -> Plan:
