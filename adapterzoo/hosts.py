@@ -26,6 +26,8 @@ from types import MethodType, ModuleType
 from typing import Any, cast
 
 from .errors import CheckpointError, ConfigError, StateError, naming
+from .folders.formats import is_config_of_peft
+from .folders.names import CONFIG
 
 # --- when hosts are patched ---
 
@@ -508,7 +510,7 @@ def transformers_reads_only_files_of_peft(
     if isinstance(model_id, (str, Path)) and _above("hub").pinned(model_id)[1] is not None:
         return None
     found = search(model_id, *args, **options)
-    return found if found is not None and _above("formats.peft").is_config(Path(found)) else None
+    return found if found is not None and is_config_of_peft(Path(found)) else None
 
 
 # whether a tokenizer or processor is being loaded in this thread, which asks for its own config
@@ -596,7 +598,7 @@ def _is_left_to_us(path: str, config: object, options: Mapping[str, Any]) -> boo
     if (Path(path) / "config.json").is_file() or (found := _adapter_in(path, options)) is None:
         return False
     has_peft = importlib.import_module("transformers.utils").is_peft_available()
-    return not (has_peft and _above("formats.peft").is_config(found.path / "adapter_config.json"))
+    return not (has_peft and is_config_of_peft(found.path / CONFIG))
 
 
 # --- transformers, where PEFT is installed or `adapterzoo.peft.install` was called ---

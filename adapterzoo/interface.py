@@ -19,9 +19,8 @@ from torch import nn
 from .anatomy import Anatomy, Role
 from .config import AdapterConfig
 from .errors import ConfigError, listing
+from .folders.names import INTERFACE
 from .spelling import adapterhub_spellings
-
-FILE = "adapter_interface.json"
 
 
 class AdapterMethod:
@@ -137,7 +136,7 @@ class AdapterModelInterface:
 
         """
         path = Path(interface)
-        file = path / FILE if path.is_dir() else path
+        file = path / INTERFACE if path.is_dir() else path
         return cls(**json.loads(file.read_text("utf-8"))["interface"])
 
     def roles(self) -> dict[str, Role]:

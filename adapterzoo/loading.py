@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, ConfigError, names_call
+from .folders.reading import read_json
 from .formats import files, fit
 from .model.state import LoadOptions
 
@@ -142,7 +143,7 @@ class WeightsLoader(ABC):
                 been loaded.
         """
         folder = Path(save_directory)
-        saved_as = str(files.read_json(folder / self.config_name).get("name"))
+        saved_as = str(read_json(folder / self.config_name).get("name"))
         there = [n for n in (self.weights_name, self._pickled_name) if (folder / n).exists()]
         chosen = there or [self.weights_name]
         tensors = files.read_tensors(folder / chosen[0 if self._use_safetensors else -1])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from .formats import adapterhub, native
-from .formats.setup_files import SETUP as SETUP_CONFIG_NAME
+from .folders.names import INTERFACE as INTERFACE_CONFIG_NAME
+from .folders.names import NAMES
+from .folders.names import SETUP as SETUP_CONFIG_NAME
 from .hub import AdapterInfo, adapter_info, list_adapters
 from .hub.old_ids import get_adapter_config_hash
-from .interface import FILE as INTERFACE_CONFIG_NAME
 
 __all__ = [
     "ADAPTERFUSION_CONFIG_NAME",
@@ -34,13 +34,14 @@ __all__ = [
     "list_adapters",
 ]
 
-WEIGHTS_NAME, CONFIG_NAME = native.names_of_files("adapter")
-HEAD_WEIGHTS_NAME, HEAD_CONFIG_NAME = native.names_of_files("head")
-ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = native.names_of_files(native.FUSION)
+_ADAPTER, _HEAD, _FUSION = NAMES.values()
+WEIGHTS_NAME, CONFIG_NAME = _ADAPTER.native, _ADAPTER.config
+HEAD_WEIGHTS_NAME, HEAD_CONFIG_NAME = _HEAD.native, _HEAD.config
+ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = _FUSION.native, _FUSION.config
 
-SAFE_WEIGHTS_NAME = adapterhub.names_of_files("adapter")[1]
-SAFE_HEAD_WEIGHTS_NAME = adapterhub.names_of_files("head")[1]
-SAFE_ADAPTERFUSION_WEIGHTS_NAME = adapterhub.names_of_files(native.FUSION)[1]
+SAFE_WEIGHTS_NAME = _ADAPTER.adapterhub[0]
+SAFE_HEAD_WEIGHTS_NAME = _HEAD.adapterhub[0]
+SAFE_ADAPTERFUSION_WEIGHTS_NAME = _FUSION.adapterhub[0]
 
 get_adapter_info = adapter_info
 

@@ -56,8 +56,6 @@ def test_a_message_is_shown_as_it_was_written(cls):
 # file, as the system says it; a reason that is caught where it is raised; a module without a name;
 # `load_state_dict` where keys differ
 BUILTINS = {
-    # for `look`, which leaves the file to a slower reader
-    "cli/glance.py": "ValueError",
     # what is wrong with a cell, for the error of the row
     "cli/rows.py": "ValueError",
     # Ctrl-C, with a checkpoint

@@ -26,7 +26,7 @@ from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 from adapterzoo.registry import RECOMMENDED
 
-from . import checks, glance
+from . import checks
 from .checks import change_forms, check_method
 from .output import (
     be_quiet,
@@ -222,14 +222,28 @@ def _path(ctx: click.Context, option: click.Parameter, value: str | None) -> str
     return value
 
 
-def _opened(path: str, revision: str | None, progress: str = "") -> Any:
-    """Return the checkpoint of an adapter; see `checkpoints.open_checkpoint`."""
-    checks.check_adapter(path)
-    be_quiet(progress)
+def _seen(path: str, revision: str | None, progress: str = "") -> Any:
+    """Return the checkpoint of an adapter, before anything slow is imported.
+
+    Args:
+        path: see `checkpoints.open_checkpoint`.
+        revision: the same.
+        progress: "bar" shows that of a download.
+    """
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     from .checkpoints import open_checkpoint
 
+    if progress != "bar":
+        disable_progress_bars()
     return open_checkpoint(path, revision)
+
+
+def _opened(path: str, revision: str | None, progress: str = "") -> Any:
+    """Return what `_seen` returns, and prepare for what is imported next."""
+    checkpoint = _seen(path, revision, progress)
+    be_quiet(progress)
+    return checkpoint
 
 
 class _Above0(click.FloatRange):
@@ -324,14 +338,20 @@ def train_command(
     kind = tasks[task]
     if eval_files and len(eval_files) != len(train_files):
         raise click.UsageError("Write --eval as often as --train, in the same order.")
-    if len(train_files) > 1 and (name or sweeps):
-        raise click.UsageError("Several --train are named after their files; leave out "
-                               f"{'--name' if name else '--sweep'}.")  # fmt: skip
+    if len(train_files) > 1 and name:
+        raise click.UsageError(
+            "Of several --train files, each names its adapter; leave out --name."
+        )
+    if len(train_files) > 1 and sweeps:
+        raise click.UsageError("A sweep has one --train file; leave out --sweep.")
     names = [name or Path(output).name]
     if len(train_files) > 1:
         names = [Path(file).stem for file in train_files]
         if len({*names}) < len(names):
-            raise click.UsageError("Two files of --train have the same name. Rename one of them.")
+            twice = next(each for each in names if names.count(each) > 1)
+            raise click.UsageError(
+                f"Two --train files would name their adapter {twice!r}. Rename one of them."
+            )
     for every in names:
         checks.check_name(every)
     tried = _tried(sweeps)
@@ -346,7 +366,7 @@ def train_command(
     folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
     for folder in folders:
         checks.check_folder(str(folder))
-        glance.refuse_to_replace(folder, "native")
+        checks.refuse_to_replace(folder, "native")
     data = []
     for file, tested in itertools.zip_longest(map(Path, train_files), map(Path, eval_files)):
         rows = kind.read(read(file), columns)
@@ -481,14 +501,13 @@ def predict_command(
     else:
         rows = [row for each in typed.values() for row in each]
         table = DataTable(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
-    checks.check_adapter(path)
-    seen = glance.look(path)
-    task = None if seen is None else tasks.get(str(seen.settings.get("task")))
-    if seen is not None and task is not None:
-        task.read_inputs(table, {**seen.settings.get("columns", {}), **options["columns"]}, path)
-
     shown = wants_progress(as_json)
-    checkpoint = _opened(path, revision, shown)
+    checkpoint = _seen(path, revision, shown)
+    settings = checkpoint.settings
+    if (task := tasks.get(str(settings.get("task")))) is not None:
+        task.read_inputs(table, {**settings.get("columns", {}), **options["columns"]}, path)
+
+    be_quiet(shown)
 
     from .training import predict, write
 
@@ -518,11 +537,11 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     Configs of other formats are shown unchanged; with --model the adapter is compared with the
     model, and its config is shown as adapterzoo reads it.
     """
-    seen = glance.look(path) if model is None else None
-    if seen is not None:
-        print_facts(seen.facts(), as_json)
+    checkpoint = _seen(path, revision)
+    if model is None:
+        print_facts(checkpoint.facts(), as_json)
         return
-    checkpoint = _opened(path, revision)
+    be_quiet()
 
     from .inspecting import facts_of
 
@@ -570,13 +589,13 @@ def verify_command(
             raise click.UsageError(f"--{option} needs --for with a server.")
 
     if server is not None:
-        for each in filter(None, (path, adapter)):
-            checks.check_adapter(each)
+        checkpoint = _seen(path, revision)
+        original = None if adapter is None else _seen(adapter, None)
         be_quiet()
 
         from .inspecting import prove
 
-        proof = prove(path, server, str(model), adapter, revision, converter)
+        proof = prove(checkpoint, server, str(model), original, converter)
         if as_json:
             print_json(proof.to_dict())
         else:
@@ -710,7 +729,7 @@ def convert_command(
     checks.check_file(report)
     checks.check_folder(dst)
     if to in FORMATS:
-        glance.refuse_to_replace(Path(dst), to)
+        checks.refuse_to_replace(Path(dst), to)
     checkpoint = _opened(src, revision, wants_progress(False))
     from .converting import convert, convert_method
 
@@ -845,7 +864,8 @@ def merge_command(
 @click.option("--slots", type=click.IntRange(min=1),
               help="Adapters of one kind in one batch.  [default: all, up to 8]")  # fmt: skip
 @click.option("--max-bytes", type=click.IntRange(min=1),
-              help="Largest size of all adapters in memory.  [default: no limit]")  # fmt: skip
+              help="Most bytes of adapters, on the device and the CPU.  "
+              "[default: no limit]")  # fmt: skip
 @click.option("--num-blocks", type=click.IntRange(min=1),
               help="Blocks of the cache.  [default: as the memory allows]")  # fmt: skip
 @click.option("--page-size", type=click.IntRange(min=1), help="Tokens of a block.")
@@ -866,7 +886,7 @@ def serve_command(
     that of transformers, which pip install 'adapterzoo[serve]' installs.
     """
     for each in adapters:
-        checks.check_adapter(each.rpartition("=")[2])
+        _seen(each.rpartition("=")[2], None)
     if not all(map(importlib.util.find_spec, ("openai", "uvicorn"))):
         raise ConfigError("openai or uvicorn is missing. Write pip install 'adapterzoo[serve]'.")
 
@@ -918,7 +938,7 @@ def push_command(
             results[name] = float(value)
         except ValueError as error:
             raise click.UsageError(f"--metric {metric!r} is not NAME=NUMBER.") from error
-    checks.check_adapter(path)
+    checks.check_own(path)
 
     from adapterzoo import hub
 

@@ -1,20 +1,157 @@
-"""Checkpoints of any format, read without a model."""
+"""Adapters on disk or on the Hub, read without a model and without torch, which is slow to import.
+
+Of tensors only the headers are read, and in the native format their bytes for the digests.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from adapterzoo import formats, hub
+from adapterzoo import hub
 from adapterzoo.errors import CheckpointError
-from adapterzoo.formats import adapterhub, files, native, peft
-from adapterzoo.formats.checkpoint import base_of
-from adapterzoo.formats.fit import fingerprint, other_fingerprint
-from adapterzoo.hub.names import ADAPTER_CONFIG, wanted
+from adapterzoo.folders.formats import FORMATS, HEAD_KEY, KINDS, checked_metadata, of
+from adapterzoo.folders.names import HEAD_CONFIG, NAMES, wanted
+from adapterzoo.folders.reading import (
+    PINNED_DIGITS,
+    Header,
+    digests_in,
+    fingerprint_of,
+    headers_in,
+    other_fingerprint,
+    read_json,
+)  # fmt: skip
+from adapterzoo.names import STATIC
 
 from .checks import no_adapter
-from .glance import CheckpointFolder, config_in
 
-_HEAD_CONFIG = "head_config.json"
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """A folder with an adapter or only a head, read but not compared with a model.
+
+    Attributes:
+        path: as the user wrote it, without a fingerprint.
+        folder: the local folder.
+        kind: `"adapter"` or `"head"`.
+        format: name of the format.
+        metadata: its config; native configs hold that of the head too.
+        head: description of the head; None if only a model can give it.
+        meta: the author's metadata.
+        tensors: the headers of all tensors, by their keys in the file.
+        sizes: bytes of each file.
+        fingerprint: the `adapter_fingerprint`; None if only a model can give it.
+        pinned: the first digits of the fingerprint that the user wrote; None: none.
+        base: name of the base model; None if the files do not have it.
+        base_revision: its commit, or None.
+        base_digest: digest of its weights, or None.
+    """
+
+    path: str
+    folder: Path
+    kind: Any
+    format: str
+    metadata: Mapping[str, Any]
+    head: Mapping[str, Any] | None
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, Header]
+    sizes: Mapping[str, int]
+    fingerprint: str | None
+    pinned: str | None
+    base: str | None
+    base_revision: str | None
+    base_digest: str | None
+
+    @property
+    def method(self) -> str | None:
+        """The format's name of the method."""
+        own = _config_in(self.metadata).get("architecture")
+        return _text(own or self.metadata.get("peft_type"))
+
+    @property
+    def name(self) -> str | None:
+        """The adapter's name; some formats have none."""
+        return _text(self.metadata.get("name"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most tensors; torch's default if there are none."""
+        import torch
+
+        dtypes = Counter(getattr(torch, each.dtype) for each in self.tensors.values())
+        floating = [dtype for dtype, _ in dtypes.most_common() if dtype.is_floating_point]
+        return floating[0] if floating else torch.get_default_dtype()
+
+    @property
+    def head_type(self) -> str | None:
+        """The head's type or the name of its class; None without a head."""
+        head = self.head or {}
+        own = _config_in(head).get("head_type")
+        return _text(own or head.get(STATIC) or head.get("model_class"))
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The head's classes in the order of their ids."""
+        numbers = _config_in(self.head or {}).get("label2id")
+        if isinstance(numbers, Mapping) and all(isinstance(n, int) for n in numbers.values()):
+            return sorted(numbers, key=numbers.__getitem__)
+        return None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What `train` has saved with the adapter."""
+        found = self.meta.get("train")
+        return found if isinstance(found, Mapping) else {}
+
+    def pin(self, fingerprint: str | None) -> str | None:
+        """Return the name that loads this adapter and no other; None without a fingerprint."""
+        return None if fingerprint is None else f"{self.path}@{fingerprint[:PINNED_DIGITS]}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `info` shows, as JSON types.
+
+        Raises:
+            CheckpointError: the user wrote a fingerprint that only a model can give.
+        """
+        if self.pinned is not None and self.fingerprint is None:
+            raise CheckpointError(
+                f"the fingerprint of {self.path!r} is not known without its base model. "
+                f"Write --model."
+            )
+        config = self.metadata.get("config")
+        if self.format == "peft":
+            config = {k: v for k, v in self.metadata.items() if v not in (None, {}, [])}
+        return {
+            "path": self.path,
+            "format": self.format,
+            "holds": self.kind,
+            "name": self.name,
+            "base_model": self.base,
+            "base_revision": self.base_revision,
+            "base_digest": self.base_digest,
+            "model_type": self.metadata.get("model_type"),
+            "method": self.method,
+            "head": self.head_type,
+            "labels": self.labels,
+            "parameters": sum(math.prod(each.shape) for each in self.tensors.values()),
+            "tensors": len(self.tensors),
+            "dtypes": sorted({each.dtype for each in self.tensors.values()}),
+            "bytes": sum(self.sizes.values()),
+            "files": dict(self.sizes),
+            "fingerprint": self.fingerprint,
+            "pinned": self.pin(self.fingerprint),
+            "config": config,
+            "meta": dict(self.meta),
+            "compared_with": None,
+        }
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
@@ -32,39 +169,46 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     name_or_path, pinned = hub.pinned(path)
     path = os.fspath(name_or_path)
     folder = hub.resolve(path, revision)
-    found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
-    kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
-    if name is None:
+    found = ((kind, of(folder, kind)) for kind in KINDS)
+    kind, format = next((pair for pair in found if pair[1] is not None), ("adapter", None))
+    if format is None:
         raise no_adapter(path)
-    names = wanted(file.name for file in folder.iterdir() if file.is_file())
-    sizes = {file: (folder / file).stat().st_size for file in names}
-    own_fingerprint = None
-    if name == "native":
-        stored = native.load(folder, kind)
-        metadata, tensors = stored.metadata, native.keyed(stored)
-        head, meta = metadata.get("head"), metadata.get("meta")
+    files = wanted(file.name for file in folder.iterdir() if file.is_file())
+    own = None
+    if format == "native":
+        file = folder / NAMES[kind].native
+        digests = digests_in(file)
+        metadata, tensors = checked_metadata(folder, kind, digests), headers_in(file)
+        head = metadata.get("head")
         # of trained embeddings, the file has only some rows
         if kind == "adapter" and "embeddings" not in metadata:
-            own_fingerprint = fingerprint(config_in(metadata), stored.adapter)
+            adapter = {k: v for k, v in digests.items() if not k.startswith(HEAD_KEY)}
+            own = fingerprint_of(_config_in(metadata), adapter)
     else:
-        tensors = {}
-        for file in names:
-            if not file.endswith(".json"):
-                tensors |= files.read_tensors(folder / file)
-        metadata = files.read_json(folder / (ADAPTER_CONFIG if kind == "adapter" else _HEAD_CONFIG))
-        has_head = name != "peft" and (folder / _HEAD_CONFIG).is_file()
-        head = files.read_json(folder / _HEAD_CONFIG) if has_head else None
-        meta = adapterhub.meta_in(metadata) if name == "adapterhub" else peft.meta_in(folder)
+        metadata = read_json(folder / NAMES[kind].config)
+        tensors = {key: header for file in files if not file.endswith(".json")
+                   for key, header in headers_in(folder / file).items()}  # fmt: skip
+        has_head = format != "peft" and (folder / HEAD_CONFIG).is_file()
+        head = read_json(folder / HEAD_CONFIG) if has_head else None
     if pinned is not None and kind == "head":
         raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path}.")
-    if pinned is not None and not (own_fingerprint or pinned).startswith(pinned):
-        raise other_fingerprint(str(own_fingerprint), pinned)
-    if kind == "adapter":
-        base = formats.formats[name].base(folder)
-    else:
-        base = base_of(metadata, "model_name")
+    if pinned is not None and not (own or pinned).startswith(pinned):
+        raise other_fingerprint(str(own), pinned)
+    base, meta = FORMATS[format].base(folder, kind), FORMATS[format].meta(folder, kind)
     return CheckpointFolder(
-        path, folder, kind, name, metadata,
-        head if isinstance(head, dict) else None, meta if isinstance(meta, dict) else {},
-        tensors, sizes, own_fingerprint, pinned, base.name, base.revision, base.digest,
+        path, folder, kind, format, metadata,
+        head if isinstance(head, Mapping) else None, meta if isinstance(meta, Mapping) else {},
+        tensors, {file: (folder / file).stat().st_size for file in files}, own, pinned,
+        base.name, base.revision, base.digest,
     )  # fmt: skip
+
+
+def _config_in(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config in a file; an empty one if there is none."""
+    found = document.get("config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _text(value: object) -> str | None:
+    """Return a value from a file as text; None for an empty one."""
+    return str(value) if value else None

@@ -18,15 +18,15 @@ from typing import Any
 import adapterzoo
 from adapterzoo.config import parse_string, split_string
 from adapterzoo.errors import CheckpointError, ConfigError, FieldError, argument, unknown_name
+from adapterzoo.folders.formats import KINDS, of
+from adapterzoo.folders.names import KNOWN_FILES, SETUP
 from adapterzoo.names import LEGAL
 
-from .glance import FILES
 from .rows import nearest
 
-# copies of names in transformers, hub and torch; a test compares them
+# copies of names in torch and hub.search; a test compares them
 DTYPES = ("float32", "float16", "bfloat16")
 LIBRARIES = ("adapterzoo", "adapters", "peft")
-SETUP = "adapter_setup.json"
 _DEVICE = re.compile(r"(?:cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(?::\d+)?")
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 _SIZE = re.compile(r"\d+(?:\.\d+)?(?:KB|MB|GB|TB)", re.IGNORECASE)
@@ -54,34 +54,38 @@ def check_options(options: Mapping[str, Any]) -> None:
             check(options[name])
 
 
-def check_adapter(path: str) -> None:
-    """Check that a path can lead to an adapter.
+def check_own(path: str) -> None:
+    """Check that a folder holds an adapter or a setup.
 
     Args:
-        path: a folder or a name on the Hub; `@` and a fingerprint or an organization may follow.
+        path: that may not exist.
 
     Raises:
-        CheckpointError: there is no such folder, and the Hub cannot have such a name; or the folder
-            holds no adapter.
+        CheckpointError: there is no such folder, or it holds nothing of the kind.
     """
-    name = path if os.access(path, os.F_OK) else path.partition("@")[0]
-    # unlike Path.exists, os.access does not raise if a parent is not accessible
-    is_here = os.access(name, os.F_OK)
-    if is_here and Path(name).is_dir():
-        if not any(Path(name, file).is_file() for file in (*FILES, SETUP)):
-            raise no_adapter(name)
-        return
-    parts = name.rstrip("/").split("/")
-    is_path = name.startswith("~") or "\\" in name or ":" in name or {"", ".", ".."} & {*parts}
-    # old ids of AdapterHub, task@organization and @organization/name, may have one part
-    is_old = name != path and not is_path
-    if path.startswith("@") or is_old:
-        return
-    if is_path or is_here or len(parts) == 1:
-        raise CheckpointError(
-            f"there is no such folder, and {name!r} cannot be a repository of the Hub. Write "
-            f"the folder of an adapter or 'user/repository'."
-        )
+    if not Path(path).is_dir():
+        raise CheckpointError(f"there is no folder {path!r}. Write the folder of an adapter.")
+    if not any(Path(path, file).is_file() for file in (*KNOWN_FILES, SETUP)):
+        raise no_adapter(path)
+
+
+def refuse_to_replace(folder: Path, to: str) -> None:
+    """Refuse a folder that holds a checkpoint in another format: it may be the only copy.
+
+    Args:
+        folder: to be written.
+        to: name of the format.
+
+    Raises:
+        CheckpointError: it holds one.
+    """
+    for kind in KINDS:
+        there = of(folder, kind)
+        if there not in (None, to.removesuffix("-safetensors")):
+            what = "an adapter" if kind == "adapter" else "a head"
+            raise CheckpointError(
+                f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
+            )
 
 
 def no_adapter(path: str) -> CheckpointError:

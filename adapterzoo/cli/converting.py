@@ -29,8 +29,9 @@ from adapterzoo.serving.export import Export
 from adapterzoo.serving.servers import servers
 from adapterzoo.spelling import peft_readable
 
+from .checkpoints import CheckpointFolder
+from .checks import refuse_to_replace
 from .foreign import add_changes, changes_by_peft
-from .glance import CheckpointFolder, refuse_to_replace
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 from .output import note
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from adapterzoo import hub, serving
+from adapterzoo import serving
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.hub.names import is_complete
+from adapterzoo.folders.names import is_complete
+from adapterzoo.formats.files import read_tensors
 from adapterzoo.model.checkpointing import fingerprint_of
 from adapterzoo.model.report import AdapterReport
 from adapterzoo.serving import Proof
 
-from .checkpoints import open_checkpoint
-from .glance import CheckpointFolder
+from .checkpoints import CheckpointFolder
 from .models import fitted, on_fitted
 
 
@@ -28,21 +27,13 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint does not fit the model, or the model cannot be loaded.
     """
-    facts = checkpoint.facts()
     if model is None:
-        if checkpoint.pinned is not None and checkpoint.fingerprint is None:
-            raise CheckpointError(
-                f"the fingerprint of {checkpoint.path!r} is not known without its base model. "
-                f"Write --model."
-            )
-        return facts
+        return checkpoint.facts()
     found = on_fitted(checkpoint, model, lambda found: found, "compared")
-    checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
+    facts = replace(checkpoint, pinned=None, head=found.stored.metadata.get("head")).facts()
     config = found.stored.metadata.get("config")
     facts["compared_with"] = model
     facts["model_type"] = found.model.config.model_type
-    facts["head"] = checkpoint.head_type
-    facts["labels"] = checkpoint.labels
     if checkpoint.kind == "adapter" and config is not None:
         facts["method"] = config["architecture"]
         facts["config"] = config
@@ -69,11 +60,16 @@ def verify(
             f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
             f"Copy it again; to drop a head, delete its tensors and config."
         )
+    tensors = {
+        key: tensor
+        for file in checkpoint.sizes if not file.endswith(".json")
+        for key, tensor in read_tensors(checkpoint.folder / file).items()
+    }  # fmt: skip
     # torch.isfinite does not support 8-bit dtypes
-    wrong = [k for k, t in checkpoint.tensors.items() if not t.double().isfinite().all()]
+    wrong = [k for k, t in tensors.items() if not t.double().isfinite().all()]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} of {len(checkpoint.tensors)} tensors have NaN or infinite values: "
+            f"{len(wrong)} of {len(tensors)} tensors have NaN or infinite values: "
             f"{listing(wrong)}. Train it again with a smaller learning rate."
         )
     facts = facts_of(checkpoint, model)
@@ -87,47 +83,30 @@ def verify(
 
 
 def prove(
-    path: str,
+    checkpoint: CheckpointFolder,
     server: str,
     model: str,
-    adapter: str | None,
-    revision: str | None,
+    original: CheckpointFolder | None,
     converter: str | None,
 ) -> Proof:
     """Compare what a server computes with a folder with what the adapter computes here.
 
     Args:
-        path: of the folder, or `user/repository`.
+        checkpoint: of the folder.
         server: that is given the folder.
         model: the base model.
-        adapter: the adapter that was exported, folder or `user/repository`; None: that of `path`.
-        revision: of `path` on the Hub.
+        original: the adapter that was exported; None: that of the folder.
         converter: of llama.cpp, to run; None: its rules are followed.
 
     Raises:
-        CheckpointError: a folder or the model cannot be read.
+        CheckpointError: a folder or the model cannot be read, or an adapter has another fingerprint
+            than the user wrote.
     """
-    folder = _folder(path, revision, model)
-    original = None if adapter is None else _folder(adapter, None, model)
-    return serving.verify(folder, server, model, original, converter=converter)
-
-
-def _folder(path: str, revision: str | None, model: str) -> Path:
-    """Return the folder of an adapter; its fingerprint is checked if the user wrote one.
-
-    Args:
-        path: a folder or a name on the Hub.
-        revision: on the Hub.
-        model: the base model.
-
-    Raises:
-        CheckpointError: the adapter has another fingerprint.
-    """
-    if hub.pinned(path)[1] is None:
-        return hub.resolve(path, revision)
-    checkpoint = open_checkpoint(path, revision)
-    facts_of(checkpoint, model)
-    return checkpoint.folder
+    for each in filter(None, (checkpoint, original)):
+        if each.pinned is not None:
+            facts_of(each, model)
+    adapter = None if original is None else original.folder
+    return serving.verify(checkpoint.folder, server, model, adapter, converter=converter)
 
 
 def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:

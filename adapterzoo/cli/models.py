@@ -29,8 +29,8 @@ from adapterzoo.model.heads.named import FIELD
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class, text_config
 
+from .checkpoints import CheckpointFolder
 from .checks import no_model
-from .glance import CheckpointFolder
 from .output import note
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.multi.trainer import MultiAdapterTrainer, RunPrinter
 from adapterzoo.names import check_name
 
-from .glance import CheckpointFolder
+from .checkpoints import CheckpointFolder
 from .models import base_of, load, load_into, tokens_of_text
 from .output import PAUSE, note
 from .resuming import checkpoints

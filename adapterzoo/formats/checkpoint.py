@@ -1,8 +1,8 @@
 """Checkpoints: their contents, the interface of a format, reading and writing of folders.
 
-A format is a file or package in this folder that registers itself. It recognizes its folders,
-reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It does not write
-them, so a checkpoint that it cannot express raises before the disk has changed.
+A format is a file or package in this folder that registers itself. It reads a folder, which
+`folders.formats` recognizes, as a `Checkpoint`, and encodes a checkpoint as the files of a folder.
+It does not write them, so a checkpoint that it cannot express raises before the disk has changed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
+from adapterzoo.folders.formats import KINDS, NATIVE, of, short
+from adapterzoo.folders.names import CONFIG, HEAD_CONFIG, NAMES, Kind
+from adapterzoo.folders.reading import metadata_in, read_json
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods._copies import all_placements
 from adapterzoo.registry import Registry
@@ -30,13 +33,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
-Kind = Literal["adapter", "head", "adapter_fusion"]
-
-KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""The kinds that a folder is checked for, in order: an adapter may include its head."""
-
 formats: Registry[Format] = Registry("format")
-"""Names (the values of `format=`) → formats, in the order in which a folder is checked."""
+"""Names (the values of `format=`) → formats."""
 
 
 @dataclass(slots=True)
@@ -155,58 +153,22 @@ def _changed(
     return found
 
 
-REVISION, DIGEST = "base_revision", "base_digest"
-"""The keys of `Base.revision` and `Base.digest` in metadata and in files."""
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The base model of a checkpoint; a field is None if the files do not give it.
-
-    Attributes:
-        name: its name on the Hub, or its folder.
-        revision: the commit on the Hub, or the value that a peer's file has instead.
-        digest: digest of its weights, see `adapterzoo.model.base`.
-    """
-
-    name: str | None
-    revision: str | None = None
-    digest: str | None = None
-
-    def entries(self) -> dict[str, str]:
-        """Return the metadata's entries for it, except the name."""
-        fields = {REVISION: self.revision, DIGEST: self.digest}
-        return {key: value for key, value in fields.items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A folder format.
 
     Attributes:
-        recognizes: returns whether a folder holds an adapter, a head alone or a fusion in this
-            format. It looks only at file names and a config, and also recognizes damaged files, so
-            that `read` can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
             damaged, or needs something that the model or this library lacks.
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
             the format cannot express.
-        base: returns the model that an adapter was trained on.
         owned: returns the names of all files that a folder of this format may have for a kind;
             saving replaces or deletes these, and keeps others.
     """
 
-    recognizes: Callable[[Path, Kind], bool]
     read: Callable[[Path, Kind, ModelInfo], Checkpoint]
     encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
-    base: Callable[[Path], Base]
     owned: Callable[[Kind], tuple[str, ...]]
-
-
-def base_of(values: Mapping[str, Any], name: str, revision: str = REVISION) -> Base:
-    """Return the model that a file's config names in these fields."""
-    found = (values.get(name), values.get(revision), values.get(DIGEST))
-    return Base(*(value if isinstance(value, str) and value else None for value in found))
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:
@@ -240,19 +202,8 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
     nearest: list[str] = min(differing, key=len, default=[])
     shown = ", ".join(f"{name}={short(values.get(name))}" for name in (key, *nearest))
     raise CheckpointError(
-        f"there is no such method here: adapter_config.json says {shown}. Methods of {legal}"
+        f"there is no such method here: {CONFIG} says {shown}. Methods of {legal}"
     )
-
-
-def short(value: object) -> str:
-    """Return a value of a file as messages show it, at most 100 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def of(folder: Path, kind: Kind) -> str | None:
-    """Return the name of the first format that recognizes a folder; None: none does."""
-    return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
 def below(folder: Path, kind: Kind) -> list[Path]:
@@ -287,14 +238,14 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 def head_document(folder: Path) -> Mapping[str, Any]:
     """Return what an adapter's folder says about its head; empty if it has none."""
-    config, native = folder / "adapter_config.json", folder / "adapter.safetensors"
+    config, native = folder / CONFIG, folder / NAMES["adapter"].native
     # the native config only repeats what is in the tensor file
     is_alone = native.is_file() and not config.exists()
-    document = files.read_metadata(native, files.NATIVE) if is_alone else files.read_json(config)
+    document = metadata_in(native, NATIVE) if is_alone else read_json(config)
     head = (document or {}).get("head")
     # AdapterHub's format has a file for it
-    if head is None and (beside := folder / "head_config.json").is_file():
-        head = files.read_json(beside)
+    if head is None and (beside := folder / HEAD_CONFIG).is_file():
+        head = read_json(beside)
     return head if isinstance(head, Mapping) else {}
 
 

@@ -16,43 +16,33 @@ import errno
 import io
 import json
 import logging
-import math
 import os
-import pickle
-import stat
-import struct
 import uuid
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, ConfigError, listing
+from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.folders.formats import NATIVE
+from adapterzoo.folders.reading import (
+    AGAIN,
+    MAX_HEADER,
+    MAX_JSON,
+    fields_of,
+    guarded,
+    is_zip,
+    opened,
+)  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
-AGAIN = "Copy the checkpoint again from where it was saved"
-# keys of a safetensors file's metadata: ours in our format; in PEFT's, `meta_dict` and facts about
-# the base model
-NATIVE, META, BASE = "adapterzoo", "adapterzoo_meta", "adapterzoo_base"
-# header of a safetensors file: names, shapes and metadata, about 300 bytes per tensor
-_MAX_HEADER = 32 * 2**20
-# configs have a few thousand bytes; lists of labels a few hundred thousand
-MAX_JSON = 16 * 2**20
 # prefix of files that are not in place yet
 _PART = ".adapterzoo-part-"
 # attempts of savers that get in each other's way
 _TRIES = 100
-# a damaged pickle can raise any of these
-_DAMAGED = (
-    safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
-    EOFError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
-    RecursionError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
 
 
 # --- write ---
@@ -109,9 +99,9 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
     except FileNotFoundError:
         return False
     except OSError as error:
-        if folder.is_file():
+        if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
             raise CheckpointError(
-                f"{str(folder)!r} is a file, not a folder. {state}. Write to a folder."
+                f"{str(file)!r} is a file, not a folder. {state}. Write to a folder."
             ) from error
         raise CheckpointError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
@@ -152,7 +142,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
     text = json.dumps(header, separators=(",", ":")).encode()
     # align the tensors to 8 bytes
     text += b" " * (-len(text) % 8)
-    _check_size("names, shapes and metadata", len(text), _MAX_HEADER)
+    _check_size("names, shapes and metadata", len(text), MAX_HEADER)
     return len(text).to_bytes(8, "little") + text + whole[end:]
 
 
@@ -206,37 +196,6 @@ def _configs(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (each.st_ino, each.st_mtime_ns) for name, each in stats.items()}
 
 
-def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Args:
-        file: the file; read only if it is not too large for a config.
-        hint: what the error says to do.
-
-    Raises:
-        CheckpointError: the file is missing, too large, not JSON or not an object.
-    """
-    try:
-        check_regular(file)
-        size = file.stat().st_size
-        text = file.read_bytes() if size <= MAX_JSON else b""
-    except OSError as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}. {hint}.") from error
-    if size > MAX_JSON:
-        raise CheckpointError(f"{str(file)!r} has {size:,} bytes, too many for a config. {hint}.")
-    return _object(text, repr(str(file)), hint)
-
-
-def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text, parse_constant=_number, parse_float=_number)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not JSON ({error}). {hint}.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{what} holds a {type(values).__name__}, not an object. {hint}.")
-    return values
-
-
 def warn_of_another(folder: Path, kind: str, name: object) -> None:
     """Warn if saving to a folder replaces something of another name.
 
@@ -251,28 +210,6 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
             "%r held the %s %r, which %r replaces. Write another folder to keep both.",
             str(folder), kind.replace("_", " "), there, name,
         )  # fmt: skip
-
-
-def fields_of(file: Path) -> dict[str, Any]:
-    """Return the fields in a JSON file; empty if it cannot be read as a config."""
-    try:
-        return read_json(file)
-    except CheckpointError:
-        return {}
-
-
-def _number(text: str) -> float:
-    """Parse a number, but not NaN or an infinity, which Python accepts and JSON does not have.
-
-    1e999 would become an infinity too.
-
-    Raises:
-        ConfigError: the number is not finite.
-    """
-    number = float(text)
-    if not math.isfinite(number):
-        raise ConfigError(f"{text[:60]} is not a number of JSON")
-    return number
 
 
 def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -320,16 +257,8 @@ def read_tensor(file: Path) -> Tensor:
 
 
 def _unpickled(file: Path) -> Any:
-    with _regular(file):
-        # torch.save never compresses, and a compressed file can expand a thousandfold in memory
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as opened:
-                entries = opened.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
-            # entries may overlap, each as large as the file
-            if sum(entry.file_size for entry in entries) > file.stat().st_size:
-                raise CheckpointError(f"{str(file)!r} is damaged: entries share bytes. {AGAIN}.")
+    with guarded(file):
+        is_zip(file)
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -353,58 +282,11 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         return {key: opened.get_tensor(key).clone() for key in sorted(opened.keys())}
 
 
-def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
-    """Return the object under a key of a safetensors file's metadata; None if it is missing.
-
-    Raises:
-        CheckpointError: the file is damaged, or the value is not an object.
-    """
-    with _opened(file) as opened:
-        text = (opened.metadata() or {}).get(key)
-    return None if text is None else _object(text, f"{str(file)!r}: its metadata {key!r}", AGAIN)
-
-
-def check_regular(file: Path) -> None:
-    """Refuse pipes and devices, which might never end.
-
-    A link to a regular file is accepted: huggingface_hub's cache consists of these.
-
-    Raises:
-        CheckpointError: the file is not regular.
-        OSError: there is no such file.
-    """
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise CheckpointError(f"{str(file)!r} is not a regular file. {AGAIN}.")
-
-
-@contextlib.contextmanager
-def _regular(file: Path) -> Iterator[None]:
-    """Check that a file is regular, and turn every error of a damaged file into one error."""
-    try:
-        check_regular(file)
-        yield
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
-    except _DAMAGED as error:
-        # torch's next sentence says how to run the code anyway
-        reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-        raise CheckpointError(
-            f"{str(file)!r} is damaged, or holds code ({reason}). {AGAIN}."
-        ) from error
-
-
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, if its header is not too large."""
-    with _regular(file):
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-        if size > _MAX_HEADER:
-            raise CheckpointError(f"{str(file)!r} is damaged: its header is too large. {AGAIN}.")
-        with torch.device("cpu"), safetensors.safe_open(file, framework="pt") as opened:
-            yield opened
+    # also where another device is torch's default
+    with torch.device("cpu"), opened(file, "pt") as found:
+        yield found
 
 
 def _is_plain(value: object) -> bool:

@@ -6,9 +6,7 @@ Digests are equal for equal bits, on any device and in any memory layout.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +15,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError, argument, in_python, listing
+from adapterzoo.errors import CheckpointError, in_python, listing
+from adapterzoo.folders import reading
 
 
 def digest(tensor: Tensor) -> str:
@@ -26,9 +25,8 @@ def digest(tensor: Tensor) -> str:
     Returns:
         32 hexadecimal digits.
     """
-    hashed = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    hashed.update(_bytes(tensor).numpy().data)
-    return hashed.hexdigest()[:32]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return reading.digest(dtype, tensor.shape, _bytes(tensor).numpy().data)
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
@@ -55,26 +53,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """Return one digest for a config of JSON types and all tensors; 64 hexadecimal digits."""
-    document = json.dumps([dict(config), digests(tensors)], sort_keys=True)
-    return hashlib.sha256(document.encode()).hexdigest()
+    return reading.fingerprint_of(config, digests(tensors))
 
-
-def other_fingerprint(found: str, expected: str) -> CheckpointError:
-    """Return the error for an adapter other than the requested one.
-
-    Args:
-        found: the adapter's fingerprint.
-        expected: the first digits of the requested fingerprint.
-    """
-    return CheckpointError(
-        f"the adapter has the fingerprint {found}, not {expected}; nothing has been loaded.\n"
-        f"Write @{found[:PINNED_DIGITS]} to load it, or "
-        f"{argument('revision', expected, 'load_adapter')} for a commit of the Hub."
-    )
-
-
-PINNED_DIGITS = 16
-"""Number of digits of a fingerprint in `name@fingerprint`."""
 
 _SHOWN = 10
 

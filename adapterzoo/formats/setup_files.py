@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 from adapterzoo.composition import Composition, from_json, fusions_of
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError
+from adapterzoo.folders.names import SETUP
+from adapterzoo.folders.reading import AGAIN, read_json
 from adapterzoo.names import check_name
 
 from .adapterhub import VERSION
-from .files import AGAIN, json_bytes, read_json, write_all
+from .files import json_bytes, write_all
 
-SETUP = "adapter_setup.json"
 HeadSetup: TypeAlias = "bool | str | list[str] | Composition | None"
 
 

@@ -5,11 +5,20 @@ Nothing that this package raises, logs or writes contains a token.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from adapterzoo.errors import no_attribute
+
 from .download import only_commit as only_commit
 from .download import resolve, resolve_file, resolve_setup
 from .names import pinned as pinned
 from .search import AdapterInfo, adapter_info, list_adapters
-from .upload import CardText, completed_card, push
+
+if TYPE_CHECKING:
+    from .upload import CardText as CardText
+    from .upload import completed_card as completed_card
+    from .upload import push as push
 
 __all__ = [
     "AdapterInfo",
@@ -25,3 +34,10 @@ __all__ = [
 
 OPTIONS = "cache_dir", "force_download", "local_files_only", "revision", "token"
 """The arguments of `resolve` besides the folder or name."""
+
+
+def __getattr__(name: str) -> Any:
+    # what publishes an adapter imports torch
+    if name in ("CardText", "completed_card", "push"):
+        return getattr(importlib.import_module(".upload", __name__), name)
+    raise no_attribute(__name__, name, __all__, lambda _: [])

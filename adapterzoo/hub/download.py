@@ -11,9 +11,9 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.file_download import repo_folder_name
 
 from adapterzoo.errors import HubError, extend, listing, names_call
-from adapterzoo.formats.setup_files import SETUP
+from adapterzoo.folders.names import KNOWN_FILES, SETUP, is_complete
 
-from .names import KNOWN_FILES, RepoRef, is_complete, is_public_name, locate
+from .names import RepoRef, is_public_name, locate
 from .old_ids import is_old_id, repository_of
 from .requests import asking
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,30 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from adapterzoo.errors import CheckpointError, ConfigError, HubError
-
-ADAPTER_CONFIG = "adapter_config.json"
-CARD = "README.md"
-
-# of each pair the first file that exists is used, since safetensors cannot hold code; the first
-# file for a config is the native one, which needs no config
-_WEIGHTS = {
-    ADAPTER_CONFIG: (
-        ("adapter.safetensors", "pytorch_adapter.bin"),
-        ("adapter_model.safetensors", "adapter_model.bin"),
-    ),
-    "head_config.json": (
-        ("head.safetensors",),
-        ("model_head.safetensors", "pytorch_model_head.bin"),
-    ),
-    "adapter_fusion_config.json": (
-        ("adapter_fusion.safetensors",),
-        ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
-    ),
-}
-_PAIRS = [pair for pairs in _WEIGHTS.values() for pair in pairs]
-_CONFIGS = (*_WEIGHTS, "adapter_interface.json")
-# every possible name of an adapter's file
-KNOWN_FILES = [*(name for pair in _PAIRS for name in pair), *_CONFIGS]
+from adapterzoo.folders.names import KNOWN_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +38,26 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         source: `"hf"`: the Hub, even if such a folder exists.
 
     Raises:
-        CheckpointError: there is no such folder, and the name cannot be on the Hub; or it
-            is a file.
+        CheckpointError: the name is that of a file; or there is no such folder, and the name cannot
+            be on the Hub.
         ConfigError: the source is unknown.
         HubError: `source="hf"`, but the Hub cannot have a repository of this name.
     """
     if source not in ("hf", None):
         raise ConfigError(f"source={source!r} is not 'hf' (the Hub), 'ah' (an old id) or None.")
     # unlike Path.exists, os.access does not raise if a name is too long or a parent inaccessible
-    is_here = os.access(name, os.F_OK)
-    if source is None and is_here and Path(name).is_dir():
-        return Path(name)
+    if source is None and os.access(name, os.F_OK):
+        path = Path(name)
+        if path.is_dir():
+            return path
+        is_ours = path.name in KNOWN_FILES
+        folder = f"that holds it, {str(path.parent)!r}" if is_ours else "of an adapter"
+        raise CheckpointError(f"{os.fspath(name)!r} is a file. Write the folder {folder}.")
     text = os.fspath(name)
     parts = text.rstrip("/").split("/")
     is_path = text.startswith("~") or "\\" in text or ":" in text or len(parts) == 1
     if source is None:
         is_path = is_path or not isinstance(name, str)
-    if source is None and is_here:
-        raise CheckpointError(
-            f"{text!r} is a file. Write the folder that holds it, {str(Path(name).parent)!r}."
-        )
     if is_path or {"", ".", ".."} & {*parts}:
         raise (CheckpointError if source is None else HubError)(
             f"there is no such folder, and {text!r} cannot be a repository of the Hub. Write "
@@ -120,24 +96,3 @@ def is_public_name(name: object) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def wanted(names: Iterable[str]) -> list[str]:
-    """Return an adapter's files among those of a folder: weights, then configs.
-
-    Returns:
-        The names; empty if the folder has no weights.
-    """
-    there = set(names)
-    weights = [next(name for name in pair if name in there) for pair in _PAIRS if there & {*pair}]
-    return [*weights, *(name for name in _CONFIGS if name in there)] if weights else []
-
-
-def is_complete(names: Iterable[str]) -> bool:
-    """Return whether a folder has weights, and each weights file has its config and vice versa."""
-    there = set(names)
-    parts = [
-        (config in there, any(there & {*pair} for pair in pairs), pairs[0][0] in there)
-        for config, pairs in _WEIGHTS.items()
-    ]
-    return any(w for _, w, _ in parts) and all(c == w or native for c, w, native in parts)

@@ -23,7 +23,6 @@ from huggingface_hub import constants, get_session
 
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import HubError, argument, listing
-from adapterzoo.formats.adapterhub import write_config
 
 from .names import is_public_name
 from .requests import asking
@@ -170,6 +169,9 @@ def get_adapter_config_hash(
     Raises:
         CheckpointError: `adapters` has no such config.
     """
+    # imports torch
+    from adapterzoo.formats.adapterhub import write_config
+
     values: Any = write_config(config) if isinstance(config, AdapterConfig) else dict(config)
     if values.get("architecture") == "union" and isinstance(config, AdapterConfig):
         members = enumerate(values["configs"])

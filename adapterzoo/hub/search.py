@@ -11,10 +11,10 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
 from adapterzoo.errors import ConfigError, names_call, unknown_name
-from adapterzoo.formats.files import read_json
+from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.reading import read_json
 from adapterzoo.names import one_of
 
-from .names import ADAPTER_CONFIG
 from .old_ids import OWNER, is_old_id, repository_of
 from .requests import asking
 
@@ -152,8 +152,8 @@ def adapter_info(
         model = HfApi(token=token).model_info(adapter_id, revision=revision)
         names = {file.rfilename for file in model.siblings or ()}
         file = None
-        if ADAPTER_CONFIG in names:
-            file = hf_hub_download(adapter_id, ADAPTER_CONFIG, revision=model.sha, token=token)
+        if CONFIG in names:
+            file = hf_hub_download(adapter_id, CONFIG, revision=model.sha, token=token)
     if file is not None:
         document = read_json(Path(file), "Tell its author")
     return _info(model, document)

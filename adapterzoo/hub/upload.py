@@ -23,12 +23,14 @@ from safetensors import safe_open
 from adapterzoo.composition import fusions_of
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, listing, names_call
+from adapterzoo.folders.formats import FORMATS, REVISION, Base, of
+from adapterzoo.folders.names import CARD, CONFIG, KNOWN_FILES, NAMES, SETUP, wanted
+from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files, native, setup_files
-from adapterzoo.formats.checkpoint import REVISION, Base, Checkpoint, formats, head_document, of
-from adapterzoo.formats.setup_files import SETUP
+from adapterzoo.formats.checkpoint import Checkpoint, head_document
 from adapterzoo.heads import STATIC, head_types
 
-from .names import ADAPTER_CONFIG, CARD, KNOWN_FILES, is_public_name, wanted
+from .names import is_public_name
 from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
@@ -185,16 +187,17 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         # another process may save to the folder during the upload
         with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-        for file in [name for name in contents if name.endswith("_config.json")]:
-            document = files.read_json(inner / file)
+        for kind, own in NAMES.items():
+            if (file := own.config) not in contents:
+                continue
+            document = read_json(inner / file)
             base = base_name(document, text.base_model)
             others = [key for key in BASE_NAMES if key in document and document[key] != base]
             if others and document.get("format") == native.FORMAT:
                 # the native tensor file holds the name too, and a digest
-                stem = file.removesuffix("_config.json")
-                stored = native.load(inner, stem)
+                stored = native.load(inner, kind)
                 renamed = _renamed(stored.metadata, others, base)
-                contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
+                contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), kind)
             elif others:
                 contents[file] = files.json_bytes(_renamed(document, others, base))
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
@@ -234,7 +237,7 @@ def adapter_card(
     Raises:
         CheckpointError: the folder has no readable config.
     """
-    document, head = files.read_json(folder / ADAPTER_CONFIG), head_document(folder)
+    document, head = read_json(folder / CONFIG), head_document(folder)
     head_config = head.get("config")
     head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
     base, model_type = base_name(document, text.base_model), document.get("model_type")
@@ -272,7 +275,7 @@ def adapter_card(
     elif model_type:
         model = f"a model of type `{model_type}`"
     format = of(folder, "adapter")
-    origin = Base(None) if format is None else formats[format].base(folder)
+    origin = Base(None) if format is None else FORMATS[format].base(folder, "adapter")
     facts = [] if origin.digest is None else [f"digest `{origin.digest}`"]
     if origin.revision is not None and origin.name == base:
         facts.insert(0, f"revision `{origin.revision}`")

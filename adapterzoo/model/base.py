@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 from adapterzoo import hub
 from adapterzoo.errors import BaseModelWarning, in_python
-from adapterzoo.formats import Base, fit
-from adapterzoo.formats.checkpoint import base_of
+from adapterzoo.folders.formats import Base, base_of
+from adapterzoo.formats import fit
 from adapterzoo.inject.building import at_hand, is_offloaded, offloaded_value, plain_modules
 from adapterzoo.inject.layers import is_quantized
 
@@ -101,7 +101,7 @@ def entries(model: AdaptedModel, name: str, with_sample: bool) -> dict[str, Any]
 def entries_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries in a file's metadata about the base model, except its name."""
     sample = {SAMPLE: metadata[SAMPLE]} if SAMPLE in metadata else {}
-    return sample | base_of(metadata, "model_name").entries()
+    return sample | base_of(metadata).entries()
 
 
 def revision_of(model: Any) -> str | None:
@@ -224,7 +224,7 @@ def warn_of_another(model: AdaptedModel, metadata: Mapping[str, Any], name: str)
         metadata: the metadata of the adapter's file, in any format.
         name: the adapter's name.
     """
-    trained = base_of(metadata, "model_name")
+    trained = base_of(metadata)
     sample = metadata.get(SAMPLE)
     if trained.digest is None and trained.revision is None and not isinstance(sample, Mapping):
         return

@@ -31,6 +31,8 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
+from adapterzoo.folders.names import Kind
+from adapterzoo.folders.reading import other_fingerprint
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject import building
@@ -313,7 +315,7 @@ def check_fingerprint(model: AdaptedModel, stored: Checkpoint, expected: str | N
         return
     found = fingerprint_of(model, stored)
     if not found.startswith(expected.lower()):
-        raise fit.other_fingerprint(found, expected)
+        raise other_fingerprint(found, expected)
 
 
 def compare(
@@ -544,7 +546,7 @@ def read_head(
 
 
 def write(
-    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
+    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: Kind, format: str
 ) -> None:
     """Write a checkpoint of a model.
 

@@ -19,6 +19,7 @@ from adapterzoo.anatomy import without_wrappers
 from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.folders.formats import VERSION
 from adapterzoo.formats import files, fit, native
 from adapterzoo.formats.checkpoint import Checkpoint
 
@@ -121,7 +122,7 @@ def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) ->
         fusion.save(model, folder / name, Fuse(*adapters, name=name))
     sharding.reshard(model)
     if tensors := sharding.gathered(unfrozen(model, part.trained)):
-        document = {"format": native.FORMAT, "version": native.VERSION}
+        document = {"format": native.FORMAT, "version": VERSION}
         write = functools.partial(files.write_tensors, folder / UNFROZEN, document, tensors)
         sharding.in_first_process(model, write)
 

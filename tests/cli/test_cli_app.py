@@ -20,14 +20,12 @@ from packaging.requirements import Requirement
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel
-from adapterzoo.cli import checks, doctor, glance, main
+from adapterzoo.cli import checks, doctor, main
 from adapterzoo.cli.app import FORMATS, POOLINGS, SERVERS, NamedCommand
 from adapterzoo.config import config_strings
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
-from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import Pooling
-from adapterzoo.hub.names import KNOWN_FILES
 from adapterzoo.hub.search import LIBRARIES
 from adapterzoo.kernels import use
 from adapterzoo.serving.servers import servers
@@ -73,8 +71,6 @@ def test_the_commands_are_these_and_each_says_what_it_does(run):
 def test_what_is_named_twice_is_the_same():
     assert sorted(FORMATS) == sorted(formats)
     assert {*checks.LIBRARIES} == {*LIBRARIES}
-    assert {*glance.FILES} == {*KNOWN_FILES}
-    assert checks.SETUP == SETUP
     assert get_args(Pooling) == POOLINGS
     assert tuple(servers) == SERVERS
 

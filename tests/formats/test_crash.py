@@ -119,7 +119,7 @@ def test_a_folder_that_may_only_be_read(model, place, kind):
 def test_files_and_folders_in_the_way(model, tmp_path, kind):
     (tmp_path / "taken").write_text("mine")
     check_refused(model, tmp_path / "taken", kind, tmp_path, "is a file, not a folder")
-    check_refused(model, tmp_path / "taken" / "below", kind, tmp_path, "Not a directory")
+    check_refused(model, tmp_path / "taken" / "below", kind, tmp_path, "taken' is a file, not a")
     model.save_adapter(tmp_path / "a" / "b" / "c", "old", format=kind)
     for name in sorted(p.name for p in (tmp_path / "a" / "b" / "c").iterdir()):
         (tmp_path / name / name).mkdir(parents=True)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import CheckpointError
+from adapterzoo.folders.reading import fields_of, read_json
 from adapterzoo.formats import files
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "golden_adapterhub" / "bert"
@@ -208,16 +209,16 @@ def test_safetensors_are_taken_before_a_pickle(tmp_path):
 def test_json_that_is_no_config(tmp_path, text, says):
     (tmp_path / "x.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=f"{says}.*Copy the checkpoint"):
-        files.read_json(tmp_path / "x.json")
-    assert not files.fields_of(tmp_path / "x.json")
+        read_json(tmp_path / "x.json")
+    assert not fields_of(tmp_path / "x.json")
 
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"x\.json' cannot be read.*Copy the checkpoint"):
-        files.read_json(tmp_path / "x.json")
+        read_json(tmp_path / "x.json")
     with pytest.raises(CheckpointError, match="Copy the checkpoint"):
         files.read_tensors(tmp_path / "x.bin")
-    assert not files.fields_of(tmp_path)
+    assert not fields_of(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", BIN, "head_config.json",

@@ -13,7 +13,7 @@ from families import tiny_config
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from adapterzoo import AutoAdapterModel, BaseModelWarning, init
-from adapterzoo.formats.checkpoint import DIGEST
+from adapterzoo.folders.formats import DIGEST
 
 another = pytest.warns(BaseModelWarning, match="trained on other weights")
 

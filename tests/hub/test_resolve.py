@@ -182,7 +182,7 @@ def test_a_gated_repository_needs_its_token(hub, client):
             for name in ("nowhere", "./ann/a", "/no/such/folder", "~/ann/a", "C:\\ann\\a",
                          "https://x.y/ann/a", "x" * 300, "ann/a/../b", "a//b")
         ),
-        (["log.txt"], "CheckpointError", "'log.txt' is a file. Write the folder that holds it"),
+        (["log.txt"], "CheckpointError", "'log.txt' is a file. Write the folder of an adapter"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_says_so(hub, client, args, kind, message):

@@ -16,8 +16,10 @@ from typing import Any, ClassVar, NoReturn, cast
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.errors import CheckpointError, ConfigError, FieldError, listing, names_call
+from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files
-from adapterzoo.formats.peft.reading import CONFIG, checked
+from adapterzoo.formats.peft.reading import checked
 from adapterzoo.peft_arguments import PEFT_VERSION, TASK_TYPES, classes_of_peft
 from adapterzoo.spelling import peft_readable
 
@@ -143,7 +145,7 @@ class PeftConfig:
         Raises:
             CheckpointError: the file is missing or damaged.
         """
-        values = files.read_json(Path(path_json_file))
+        values = read_json(Path(path_json_file))
         values.pop("runtime_config", None)
         return values
 

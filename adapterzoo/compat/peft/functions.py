@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from adapterzoo.errors import names_call
+from adapterzoo.folders.names import CONFIG
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.methods.lycoris.lokr import divided
 
 from . import saving

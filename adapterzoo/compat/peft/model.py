@@ -24,9 +24,11 @@ from adapterzoo.anatomy import in_whole, unwrapped
 from adapterzoo.composition import Composition
 from adapterzoo.config import change_forms
 from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
+from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.reading import CONFIG, task_of
+from adapterzoo.formats.peft.reading import task_of
 from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.building import plain_state
 from adapterzoo.inject.layers import ExpertAdapters, packing_of
@@ -1222,7 +1224,7 @@ class AutoPeftModel:
         if found is None:
             raise ConfigError(f"{path!r} is not a folder that save_adapter wrote.")
         config = found.path / CONFIG
-        values = files.read_json(config) if config.is_file() else {}
+        values = read_json(config) if config.is_file() else {}
         load = cls._class(values, path)
         at = {} if found.base.revision is None else {"revision": found.base.revision}
         model = load.from_pretrained(found.base.name, **{**kwargs, **at})

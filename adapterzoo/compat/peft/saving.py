@@ -20,9 +20,11 @@ from transformers import AutoConfig
 from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.folders.formats import META, beside_peft
+from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.hf.info import name_of
 from adapterzoo.model.mixin import AdapterModelMixin
@@ -278,14 +280,14 @@ def finish(
     if tables or not safe_serialization:
         tensors = {**files.tensors_in(folder, (SAFE,)), **tables}
         if safe_serialization:
-            meta = format_of_peft.meta_in(folder)
-            contents[SAFE] = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
+            meta = beside_peft(folder, META)
+            contents[SAFE] = files.tensor_bytes(tensors, {META: meta} if meta else {})
         else:
             stream = io.BytesIO()
             torch.save(tensors, stream)
             contents[PICKLED] = stream.getvalue()
     if changed or contents:
-        document = {**files.read_json(folder / CONFIG), **changed}
+        document = {**read_json(folder / CONFIG), **changed}
         contents[CONFIG] = files.json_bytes(document)
         files.write_all(folder, contents, () if safe_serialization else (SAFE,))
 
@@ -305,7 +307,7 @@ def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) ->
     tensors = files.tensors_in(folder, format_of_peft.FILES)
     for pattern, other in (key_mapping or {}).items():
         tensors = {re.sub(pattern, other, key): tensor for key, tensor in tensors.items()}
-    values = files.read_json(folder / CONFIG)
+    values = read_json(folder / CONFIG)
     if config is not None:
         own = {name: plain_value(value) for name, value in config.to_dict().items()}
         values = {**values, **own, "peft_version": values.get("peft_version")}

@@ -29,15 +29,14 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig, ConfigUnion, defaults, union_of
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
+from adapterzoo.folders.formats import COMMON, FIELDS, base_of, meta_of
+from adapterzoo.folders.names import FUSION_CONFIG, NAMES, Kind
+from adapterzoo.folders.reading import AGAIN, read_json
 from adapterzoo.formats import files, fit
 from adapterzoo.formats.checkpoint import (
-    DIGEST,
-    REVISION,
     Checkpoint,
     Format,
-    Kind,
     Place,
-    base_of,
     formats,
     inexpressible,
     method_of,
@@ -45,7 +44,6 @@ from adapterzoo.formats.checkpoint import (
     shared_key,
     shared_tensors,
 )
-from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, adapterhub_spellings
 
@@ -437,56 +435,25 @@ def _to_container(
 
 # --- folders ---
 
-_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
-_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version", REVISION, DIGEST))
-
-
-def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `meta_dict` entries of a config."""
-    return {key: value for key, value in metadata.items() if key not in _FIELDS}
-
-
-_ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
-
-_HEAD = ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin")
-
-_FUSION = (
-    "adapter_fusion_config.json",
-    "model_adapter_fusion.safetensors",
-    "pytorch_model_adapter_fusion.bin",
-)
-
-
-def names_of_files(kind: Kind) -> tuple[str, str, str]:
-    """Return the names of the config, of the tensors in safetensors, and of those in a pickle."""
-    return {"adapter": _ADAPTER, "head": _HEAD, "adapter_fusion": _FUSION}[kind]
-
-
-def _recognizes(folder: Path, kind: Kind) -> bool:
-    config, safe, pickled = names_of_files(kind)
-    if (folder / safe).is_file() or (folder / pickled).is_file():
-        return True
-    return {"config", "model_class"} <= files.fields_of(folder / config).keys()
-
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
     head = Checkpoint({"name": None, "head": None})
-    if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
-        head = _read_head(info, *_files_in(folder, _HEAD))
+    if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _owned("head"))):
+        head = _read_head(info, *_files_in(folder, "head"))
     if kind == "head":
         return head
-    metadata, tensors = _files_in(folder, _ADAPTER)
+    metadata, tensors = _files_in(folder, "adapter")
     config, adapter = read_adapter(info, metadata, tensors)
     described = {
         "name": metadata.get("name"),
         "model_type": metadata.get("model_type"),
         "model_name": metadata.get("model_name"),
-        **base_of(metadata, "model_name").entries(),
+        **base_of(metadata).entries(),
         "config": config.to_dict(),
         "head": head.metadata["head"],
-        "meta": meta_in(metadata),
+        "meta": meta_of(metadata),
     }
     if head.metadata["name"] not in (None, described["name"]):
         described["head_name"] = head.metadata["name"]
@@ -498,21 +465,21 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) 
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
-    common = {key: metadata.get(key) for key in _COMMON}
+    common = {key: metadata.get(key) for key in COMMON}
     contents: dict[str, bytes] = {}
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
         fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
-        fields = {**common, "config": fields, **base_of(metadata, "model_name").entries()}
-        contents |= _files(_ADAPTER, fields, tensors, safe, metadata.get("meta"))
+        fields = {**common, "config": fields, **base_of(metadata).entries()}
+        contents |= _files("adapter", fields, tensors, safe, metadata.get("meta"))
     if metadata.get("head") is not None:
         fields, tensors = write_head(info, name, metadata["head"], checkpoint.head)
-        contents |= _files(_HEAD, {**common, **fields}, tensors, safe)
+        contents |= _files("head", {**common, **fields}, tensors, safe)
     return contents
 
 
 def _files(
-    names: tuple[str, str, str],
+    kind: Kind,
     fields: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     safe: bool,
@@ -521,7 +488,7 @@ def _files(
     """Return names and contents of a config and of its tensors.
 
     Args:
-        names: see `names_of_files`.
+        kind: of what they hold.
         fields: the config's fields.
         tensors: the tensors by AdapterHub's keys.
         safe: whether to write safetensors.
@@ -531,34 +498,35 @@ def _files(
         CheckpointError: one of its keys is such a field.
     """
     meta = meta or {}
-    if taken := sorted(_FIELDS & meta.keys()):
+    if taken := sorted(FIELDS & meta.keys()):
         raise inexpressible(
             f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
         )
-    config, file, pickled = names
+    names = NAMES[kind]
+    file, pickled = names.adapterhub
     written = files.tensor_bytes(tensors, {}) if safe else files.pickle_bytes(tensors)
     text = files.json_bytes({**meta, **fields, "version": VERSION})
-    return {config: text, file if safe else pickled: written}
+    return {names.config: text, file if safe else pickled: written}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
     formats.register(_name)(
         Format(
-            _recognizes,
             _read,
             functools.partial(_encode, safe=_safe),
-            base=lambda folder: base_of(files.read_json(folder / _ADAPTER[0]), "model_name"),
-            owned=lambda kind: (*_ADAPTER, *_HEAD) if kind == "adapter" else names_of_files(kind),
+            owned=lambda kind: _owned(kind) + (_owned("head") if kind == "adapter" else ()),
         )
     )
 
 
-def _files_in(
-    folder: Path, names: tuple[str, str, str]
-) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+def _owned(kind: Kind) -> tuple[str, ...]:
+    return (NAMES[kind].config, *NAMES[kind].adapterhub)
+
+
+def _files_in(folder: Path, kind: Kind) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors."""
-    config, safe, pickled = names
-    return files.read_json(folder / config), files.tensors_in(folder, (safe, pickled))
+    names = NAMES[kind]
+    return read_json(folder / names.config), files.tensors_in(folder, names.adapterhub)
 
 
 def _read_head(
@@ -665,18 +633,18 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    metadata, held = _files_in(folder, _FUSION)
+    metadata, held = _files_in(folder, "adapter_fusion")
     names = metadata.get("adapter_names")
     if names is None and isinstance(metadata.get("name"), str):
         # adapter-transformers: the name is the adapters' names joined by commas
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise CheckpointError(f"{_FUSION[0]} has adapter_names={names!r}, not names. {AGAIN}.")
+        raise CheckpointError(f"{FUSION_CONFIG} has adapter_names={names!r}, not names. {AGAIN}.")
     configs = [info.adapter_config(name) for name in names]
     places = _fusion_places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"{_FUSION[0]} has no 'config' of a fusion. {AGAIN}.")
+        raise CheckpointError(f"{FUSION_CONFIG} has no 'config' of a fusion. {AGAIN}.")
     name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
     containers = {container.name: container for container, _ in places.values()}
     tensors: dict[str, Tensor] = {}
@@ -695,7 +663,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         "name": name,
         "adapter_names": names,
         "config": {**config, **_conventions(configs), **entry},
-        "meta": meta_in(metadata),
+        "meta": meta_of(metadata),
     }
     return Checkpoint(described, tensors)
 
@@ -733,7 +701,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
             f"adapters computes it with {_shown(theirs, theirs)}, not {_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
-    return _files(_FUSION, fields, tensors, safe, metadata.get("meta"))
+    return _files("adapter_fusion", fields, tensors, safe, metadata.get("meta"))
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:

@@ -13,35 +13,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.folders.formats import BASE, DIGEST, FORMATS, META, beside_peft
+from adapterzoo.folders.names import CONFIG, NAMES, Kind
+from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import DIGEST, Base, Checkpoint, Format, Kind, base_of, formats
+from adapterzoo.formats.checkpoint import Checkpoint, Format, formats
 
-from .reading import CONFIG, checked, head_from, read_adapter
+from .reading import checked, head_from, read_adapter
 from .writing import encoded as encoded
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
-_TENSORS = "adapter_model.safetensors"
-_BASE_NAME = "base_model_name_or_path"
-FILES = _TENSORS, "adapter_model.bin"
-
-
-def is_config(file: Path) -> bool:
-    """Return whether a file, which may be missing, is PEFT's config of an adapter."""
-    return "peft_type" in files.fields_of(file)
-
-
-def _recognizes(folder: Path, kind: Kind) -> bool:
-    if kind != "adapter":
-        return False
-    return any((folder / name).is_file() for name in FILES) or is_config(folder / CONFIG)
+FILES = NAMES["adapter"].peft
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-    found = decoded(files.read_json(folder / CONFIG), files.tensors_in(folder, FILES), info)
-    base = _base(folder)
-    found.metadata |= {"meta": meta_in(folder), "model_name": base.name, **base.entries()}
+    found = decoded(read_json(folder / CONFIG), files.tensors_in(folder, FILES), info)
+    base, meta = FORMATS["peft"].base(folder, kind), beside_peft(folder, META)
+    found.metadata |= {"meta": meta, "model_name": base.name, **base.entries()}
     return found
 
 
@@ -67,29 +57,17 @@ def folder_bytes(
     """
     digest = metadata.get(DIGEST)
     beside = {
-        files.META: metadata.get("meta"),
-        files.BASE: None if digest is None else {DIGEST: digest},
+        META: metadata.get("meta"),
+        BASE: None if digest is None else {DIGEST: digest},
     }
     written = files.tensor_bytes(tensors, {key: value for key, value in beside.items() if value})
-    return {_TENSORS: written, CONFIG: files.json_bytes(config)}
-
-
-def _base(folder: Path) -> Base:
-    """Return the base model that the config and the tensor file describe.
-
-    Raises:
-        CheckpointError: one of the two is damaged.
-    """
-    values = files.read_json(folder / CONFIG)
-    return base_of({**values, **_beside(folder, files.BASE)}, _BASE_NAME, "revision")
+    return {FILES[0]: written, CONFIG: files.json_bytes(config)}
 
 
 formats.register("peft")(
     Format(
-        _recognizes,
         _read,
         _encode,
-        base=_base,
         owned=lambda kind: (*FILES, CONFIG) if kind == "adapter" else (),
     )
 )
@@ -114,18 +92,3 @@ def decoded(
         "head": head,
     }
     return Checkpoint(metadata, adapter, head_tensors)
-
-
-def meta_in(folder: Path) -> dict[str, Any]:
-    """Return the `meta_dict` with which this library saved the folder.
-
-    Raises:
-        CheckpointError: the tensor file is damaged.
-    """
-    return _beside(folder, files.META)
-
-
-def _beside(folder: Path, key: str) -> dict[str, Any]:
-    """Return an object that this library wrote to the metadata of the tensor file."""
-    file = folder / _TENSORS
-    return (files.read_metadata(file, key) if file.is_file() else None) or {}

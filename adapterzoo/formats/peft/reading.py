@@ -40,8 +40,10 @@ from adapterzoo.anatomy import HEAD, Anatomy, Site
 from adapterzoo.config import AdapterConfig, Check, Text, checks, union_of
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.formats.checkpoint import method_of, places_of, shared_key, short
-from adapterzoo.formats.files import AGAIN
+from adapterzoo.folders.formats import short
+from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.reading import AGAIN
+from adapterzoo.formats.checkpoint import method_of, places_of, shared_key
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import OWN_OUTPUT, STATIC
 from adapterzoo.methods._copies import TIED_COPY, all_placements
@@ -60,8 +62,6 @@ from . import tying
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
-
-CONFIG = "adapter_config.json"
 
 TOKENS = "trainable_token_indices"
 

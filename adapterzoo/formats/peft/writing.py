@@ -15,9 +15,9 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import HEAD, Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
+from adapterzoo.folders.formats import REVISION
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
-    REVISION,
     Checkpoint,
     Place,
     inexpressible,

@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hosts, hub
 from adapterzoo.errors import CheckpointError, HubError, in_python, listing, naming
+from adapterzoo.folders.formats import FORMATS, Base, of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class AdapterFolder(NamedTuple):
 
     path: Path
     name: str | None
-    base: formats.Base
+    base: Base
     fingerprint: str | None = None
 
 
@@ -58,14 +59,14 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     path, fingerprint = hub.pinned(path)
     if (folder := _without_model(path, asked)) is None:
         return None
-    if (format := formats.of(folder, "adapter")) is None:
+    if (format := of(folder, "adapter")) is None:
         if inner := formats.below(folder, "adapter"):
             raise CheckpointError(
                 f"{str(path)!r} holds {listing([each.name for each in inner])}. Write "
                 f"from_pretrained({str(inner[0])!r})."
             )
         return None
-    base = formats.formats[format].base(folder)
+    base = FORMATS[format].base(folder, "adapter")
     if base.name is None:
         raise CheckpointError(
             f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "

@@ -26,7 +26,6 @@ from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import StateError, naming
 from adapterzoo.inject.adapted import positions_of, set_class
 from adapterzoo.inject.tokens import recorded_call
-from adapterzoo.interface import FILE
 from adapterzoo.model import batches
 from adapterzoo.model.adapterhub.config import AdaptersConfig
 from adapterzoo.model.batches import RowNames, TaskIds
@@ -416,7 +415,8 @@ def load_model(
         return cast("M", loaded)
     given = interface
     # a saved model has its interface beside it
-    if given is None and isinstance(path, (str, os.PathLike)) and (Path(path) / FILE).is_file():
+    is_path = isinstance(path, (str, os.PathLike))
+    if given is None and is_path and (Path(path) / INTERFACE).is_file():
         given = path
     if given is not None:
         kwargs[INTERFACE] = given
