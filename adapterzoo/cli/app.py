@@ -339,9 +339,7 @@ def train_command(
     if eval_files and len(eval_files) != len(train_files):
         raise click.UsageError("Write --eval as often as --train, in the same order.")
     if len(train_files) > 1 and name:
-        raise click.UsageError(
-            "Of several --train files, each names its adapter; leave out --name."
-        )
+        raise click.UsageError("Several --train files name their adapters; leave out --name.")
     if len(train_files) > 1 and sweeps:
         raise click.UsageError("A sweep has one --train file; leave out --sweep.")
     names = [name or Path(output).name]

@@ -251,6 +251,11 @@ class _Headers(pickle.Unpickler):
             return dict
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
+        # a newer dtype is an argument of its own
+        if (module, name) == ("torch.storage", "UntypedStorage") or (
+            module == "torch" and name in _DTYPES.values()
+        ):
+            return name
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -265,6 +270,7 @@ class _Headers(pickle.Unpickler):
 # what pickles call to make a tensor → what makes its header of the same arguments
 _REBUILT: Mapping[str, Callable[..., Header]] = {
     "_rebuild_tensor_v2": lambda dtype, _offset, shape, *_: Header(dtype, tuple(shape)),
+    "_rebuild_tensor_v3": lambda *given: Header(given[6], tuple(given[2])),
     "_rebuild_parameter": lambda header, *_: header,
 }
 

@@ -102,7 +102,7 @@ def test_a_sweep_saves_the_best_of_its_runs(run, base, table, tmp_path):
         (["--sweep", "rate=1"], "--sweep rate=1: the options are method, epochs"),
         (["--sweep", "lr=fast"], "Write --sweep lr=1e-4,1e-3"),
         (["--train", "other.csv", "--name", "a"], "leave out --name"),
-        (["--train", "rows.csv"], "have the same name"),
+        (["--train", "rows.csv"], "would name their adapter 'rows'"),
         (["--eval", "a.csv", "--eval", "b.csv"], "Write --eval as often as --train"),
     ],
 )

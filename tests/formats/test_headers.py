@@ -36,7 +36,8 @@ def test_headers_of_safetensors(tmp_path):
 @pytest.mark.parametrize("made", [lambda t: t, torch.nn.Parameter])
 def test_headers_of_pickles(tmp_path, is_zip, made):
     file = tmp_path / "a.bin"
-    expected = {key: t for key, t in tensors(DTYPES).items() if t.is_floating_point()}
+    dtypes = (*DTYPES, *EIGHT_BITS) if is_zip else DTYPES
+    expected = {key: t for key, t in tensors(dtypes).items() if t.is_floating_point()}
     torch.save({key: made(tensor) for key, tensor in expected.items()}, file,
                _use_new_zipfile_serialization=is_zip)  # fmt: skip
     assert headers_in(file) == described(files.read_tensors(file)) == described(expected)
