@@ -11,7 +11,7 @@ from typing import Any
 from adapterzoo.errors import CheckpointError, listing
 
 from .names import CONFIG, NAMES, Kind
-from .reading import AGAIN, digests_in, fields_of, fingerprint_of, metadata_in, read_json
+from .reading import AGAIN, fields_of, fingerprint_of, metadata_in, read_json
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds that a folder is checked for, in order: an adapter may include its head."""
@@ -101,15 +101,13 @@ def native_metadata(file: Path) -> dict[str, Any]:
     return metadata
 
 
-def checked_metadata(
-    folder: Path, kind: Kind, digests: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def checked_metadata(folder: Path, kind: Kind, digests: Mapping[str, str]) -> dict[str, Any]:
     """Return the metadata of an adapter or a head in our format, checked.
 
     Args:
         folder: that holds it.
         kind: the kind of checkpoint.
-        digests: of its tensors; None: they are read from the file.
+        digests: of its tensors.
 
     Raises:
         CheckpointError: the file is missing, damaged or of a newer version, it is not what was
@@ -124,7 +122,7 @@ def checked_metadata(
             "Write pip install -U adapterzoo."
         )
     expected = metadata.pop(HASH, None)
-    if expected != fingerprint_of(metadata, digests_in(file) if digests is None else digests):
+    if expected != fingerprint_of(metadata, digests):
         raise CheckpointError(
             f"{str(file)!r} is not what was written: its SHA-256 is not {short(expected)}; "
             f"nothing has been loaded. {AGAIN}."
