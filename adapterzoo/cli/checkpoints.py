@@ -43,7 +43,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         stored = native.load(folder, kind)
         metadata, tensors = stored.metadata, native.keyed(stored)
         head, meta = metadata.get("head"), metadata.get("meta")
-        # of trained embeddings, the file has only some rows
+        # the file has only some rows of trained embeddings
         if kind == "adapter" and "embeddings" not in metadata:
             own_fingerprint = fingerprint(config_in(metadata), stored.adapter)
     else:
@@ -56,7 +56,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         head = files.read_json(folder / _HEAD_CONFIG) if has_head else None
         meta = adapterhub.meta_in(metadata) if name == "adapterhub" else peft.meta_in(folder)
     if pinned is not None and kind == "head":
-        raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path}.")
+        raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path!r}.")
     if pinned is not None and not (own_fingerprint or pinned).startswith(pinned):
         raise other_fingerprint(str(own_fingerprint), pinned)
     if kind == "adapter":
