@@ -201,7 +201,7 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
         model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
         stored, own = checkpoint.dtype, model.dtype
         if torch.promote_types(stored, own) != own:
-            note(f"The adapter has been rounded from {stored} to {own}, as in the base model.")
+            note(f"The adapter has been rounded from {stored} to {own}, the base model's dtype.")
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:

@@ -209,7 +209,7 @@ class Task(ABC):
             )
 
     def problem(self, row: Row) -> str | None:
-        """Return what is wrong with a row and what to write, to follow "line 3"; None: nothing."""
+        """Return what is wrong with a row, as the end of a sentence, and a hint; None: nothing."""
         return None
 
     def labels_in(self, row: Row) -> Iterable[str]:
@@ -356,7 +356,7 @@ class _Classification(Task):
         """Return rows without labels as the model takes them."""
 
     def target(self, row: Row, bench: Bench) -> Any:
-        """Return the id of a label; or 1.0 or 0.0 for each class, if a row may have several."""
+        """Return the id of a label; if a row may have several labels, 1.0 or 0.0 for each class."""
         if isinstance(row["label"], list):
             return [float(label in row["label"]) for label in bench.labels]
         return bench.labels.index(row["label"])

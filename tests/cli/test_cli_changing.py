@@ -337,8 +337,8 @@ def test_merge_rounds_no_adapter_without_saying_so(run, base, tmp_path, format):
     a, b = (next(t for k, t in ours.items() if key in k and f"lora_{x}" in k) for x in "AB")
     if format == "native":
         assert said == (
-            "The adapter has been rounded from torch.float32 to torch.bfloat16, as in the base "
-            "model.\n"
+            "The adapter has been rounded from torch.float32 to torch.bfloat16, the base model's "
+            "dtype.\n"
         )
         a, b = a.bfloat16().float(), b.bfloat16().float()
     else:
