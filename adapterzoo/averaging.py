@@ -28,7 +28,10 @@ from adapterzoo.errors import CompositionError, ConfigError
 
 
 def weighted(
-    names: Sequence[str] | Mapping[str, float], weights: Sequence[float] | None, normalize: bool
+    names: Sequence[str] | Mapping[str, float],
+    weights: Sequence[float] | None,
+    normalize: bool,
+    example: Sequence[str] = ("a", "b"),
 ) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Return names and their weights.
 
@@ -36,6 +39,7 @@ def weighted(
         names: at least one; or a dict from names to weights.
         weights: one for each name; None: those of the dict, or equal weights of sum 1.
         normalize: whether to divide them by their sum.
+        example: names for the message.
 
     Raises:
         ConfigError: there are no names, a weight is missing or not finite, or their sum is zero
@@ -43,7 +47,7 @@ def weighted(
     """
     # the weights of a composition would be ignored
     if isinstance(names, str) or not isinstance(names, (Sequence, Mapping)) or not names:
-        raise ConfigError(f"{names!r} is not a list of one or more names. Write ['a', 'b'].")
+        raise ConfigError(f"{names!r} is not a list of one or more names. Write {list(example)!r}.")
     if isinstance(names, Mapping):
         if weights is not None:
             raise ConfigError(
@@ -258,6 +262,7 @@ class Combination:
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
             scaling that follows.
         name: name of the strategy.
+        adapters: names of the adapters, for messages.
         density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
         rank: rank of the result; None: the largest of those combined.
@@ -273,6 +278,7 @@ class Combination:
     needs_rank: bool = False
     keeps_alpha: bool = False
     name: str = ""
+    adapters: tuple[str, ...] = ("a", "b")
     density: float | None = None
     majority_sign_method: str = "total"
     rank: int | None = None
@@ -280,6 +286,11 @@ class Combination:
     full_matrices: bool = False
     driver: str | None = None
     source: torch.Generator | None = None
+
+    @property
+    def composed(self) -> str:
+        """The call that averages the outputs of the adapters."""
+        return f"set_active_adapters(Average({', '.join(map(repr, self.adapters))}))"
 
     @property
     def keeps_scaling(self) -> bool:
@@ -325,18 +336,19 @@ class Combination:
         self,
         configs: Sequence[Mapping[str, Any]],
         but: Iterable[str],
-        hint: str = "set_active_adapters(Average('a', 'b')), which averages the adapters' outputs",
+        hint: str | None = None,
     ) -> None:
         """Raise if configs differ.
 
         Args:
             configs: at least one, as dicts of JSON types.
             but: fields that may differ.
-            hint: what to write instead.
+            hint: what to write instead; None: a composition.
 
         Raises:
             CompositionError: the configs differ in another field.
         """
+        hint = hint or f"{self.composed}, which averages the adapters' outputs"
         # the order of layers, matrices and targets has no meaning
         dicts = [
             {k: sorted(map(repr, v)) if isinstance(v, list) else v for k, v in config.items()}
@@ -359,7 +371,7 @@ class Combination:
         """
         return CompositionError(
             f"{self.name!r} combines low-rank factors, but {why}. Write combine_strategy='linear', "
-            f"the average of all parameters, or set_active_adapters(Average('a', 'b'))."
+            f"the average of all parameters, or {self.composed}."
         )
 
 

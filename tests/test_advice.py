@@ -23,6 +23,8 @@ TABLE = {
     "ConfigError": [
         ("model.average_adapter('n', ['a', 'b'], weights=[1.0])", r"Write (weights=\[.*?\])", "model.average_adapter('n', ['a', 'b'], {0})"),
         ("model.average_adapter('n', [])", r"Write (\[.*\])\.", "model.average_adapter('n', {0})"),
+        ("model.average_adapter('n', 'b')", r"Write (\['b', 'a'\])\.", "model.average_adapter('n', {0})"),
+        ("model.save_adapter(folder, 'a'); other.load_adapter(folder + '@1a2b3')", r"or ('.*') for any", "other.load_adapter({0})"),
         ("model.average_adapter('n', ['a', 'b'], combine_strategy='ties', density=2.0)", r"Write (density=[\d.]+\d)", "model.average_adapter('n', ['a', 'b'], combine_strategy='ties', {0})"),
         ("model.convert_adapter('a', 'lora', new_name='q', rank=0)", r"Write (rank=\d+)", "model.convert_adapter('a', 'lora', new_name='q', {0})"),
         ("model.set_active_adapters(Fuse('a', 'b'))", r"Write (add_adapter\('another_name', 'seq_bn'\)) and fuse", "model.{0}"),
@@ -80,6 +82,7 @@ TABLE = {
         ("AdapterConfig.from_dict({'architecture': 'mine'})", r"write (@architectures.register\('mine'\)) above", "from adapterzoo.config import architectures\n{0}\nclass Mine(LoRAConfig): pass"),
         ("model.set_active_adapters('aa')", r"Did you mean ('a')\?", "model.set_active_adapters({0})"),
         ("model.active_head = 'yy'", r"Did you mean ('y')\?", "model.active_head = {0}"),
+        ("model.add_adapter('s', 'seq_bn'); model.save_adapter(folder + '/s', 's'); model.add_adapter_fusion(['s']); model.save_adapter_fusion(folder + '/f', 's'); other.load_adapter_fusion(folder + '/f')", r"Write model(\.load_adapter\(.*?\)) first", "other{0}; other.load_adapter_fusion(folder + '/f')", ("…", "folder + '/s'")),
         ("model.save_adapter(folder, 'a', format='natve')", r"Did you mean ('native')\?", "model.save_adapter(folder, 'a', format={0})"),
     ],
     "DuplicateNameError": [
@@ -88,6 +91,7 @@ TABLE = {
         ("model.save_adapter(folder, 'a'); other.add_adapter('a', 'lora'); other.load_adapter(folder, overwrite_ok=False)", r"(load_as='another_name')", "other.load_adapter(folder, {0})"),
     ],
     "CheckpointError": [
+        ("model.save_head(folder, 'x'); other.load_head(folder + '/head.safetensors')", r"holds it, ('.*')\.", "other.load_head({0})"),
         ("model.load_adapter(folder)", r"Write", "model.save_adapter(folder, 'a'); other.load_adapter(folder)"),
         ("model.save_all_adapters(folder); other.load_adapter(folder)", r"(the folder that save_adapter wrote)", "other.load_adapter(folder + '/a')"),
         ("other.add_adapter('p', 'double_seq_bn'); other.save_adapter(folder, 'p', format='peft')", r"Write (format='\w+')", "other.save_adapter(folder, 'p', {0})"),

@@ -394,6 +394,15 @@ def test_names_with_a_fingerprint(tmp_path):
         f"{tmp_path}/here@{mark[:8]}@{mark[:9]}": (f"{tmp_path}/here@{mark[:8]}", mark[:9]),
     }.items():
         assert hub.pinned(name) == (expected or (name, None))
+    # the organization of an old id may look like digits, but nothing has a folder's name in front
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here@abc").mkdir()
+    for name in ("sst-2@ace", f"{tmp_path}/gone@1a2b3", f"{tmp_path}/here@abc", f"{tmp_path}@ukp"):
+        assert hub.pinned(name) == (name, None)
+    for digits in ("1", "1a2B3", mark[:7]):
+        for name in (f"{tmp_path}/here@{digits}", tmp_path / f"here@{digits}"):
+            with pytest.raises(ConfigError, match=f"@{digits} is too short.*at least 8 hex"):
+                hub.pinned(name)
     # a path stays one, which is never a name on the Hub
     assert hub.pinned(Path(f"user/repository@{mark}")) == (Path("user/repository"), mark)
 
@@ -408,6 +417,17 @@ def test_a_folder_whose_name_ends_so_comes_first(tmp_path):
         model.load_adapter(f"{folder}@{model.adapter_fingerprint('a')[:8]}", load_as="d")
     with pytest.raises(CheckpointError, match="nothing has been loaded"):
         model.load_adapter(f"{folder}@89abcdef", load_as="e")
+
+
+def test_a_fingerprint_that_is_too_short(tmp_path):
+    model = with_adapter()
+    model.save_adapter(tmp_path / "a", "a")
+    said = "@1a2b3 is too short: a fingerprint needs at least 8 hexadecimal digits. Write more "
+    said += f"digits, or {str(tmp_path / 'a')!r} for any fingerprint."
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        model.load_adapter(f"{tmp_path}/a@1a2b3", load_as="b")
+    with pytest.raises(ConfigError, match="@1a2b3 is too short"):
+        AutoAdapterModel.from_pretrained(f"{tmp_path}/a@1a2b3")
 
 
 def test_the_argument_and_the_name_mean_the_same(tmp_path):
@@ -531,6 +551,7 @@ main()
         command("info", "native"): (0, f"native@{own[:16]}"),
         command("info", f"native@{own[:16]}"): (0, f"native@{own[:16]}"),
         command("info", f"native@{wrong}"): (1, f"has the fingerprint {own}, not {wrong}"),
+        command("info", f"native@{own[:7]}"): (1, f"@{own[:7]} is too short"),
         command("info", "peft", "--model", "base"): (0, f"peft@{mark[:16]}"),
         command("info", f"peft@{mark[:16]}"): (1, "Write --model"),
         command("verify", f"peft@{mark[:9]}", "--model", "base"): (0, f"fingerprint {mark}"),

@@ -180,7 +180,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         digests = digests_in(file)
         metadata, tensors = checked_metadata(folder, kind, digests), headers_in(file)
         head = metadata.get("head")
-        # of trained embeddings, the file has only some rows
+        # the file has only some rows of trained embeddings
         if kind == "adapter" and "embeddings" not in metadata:
             adapter = {k: v for k, v in digests.items() if not k.startswith(HEAD_KEY)}
             own = fingerprint_of(_config_in(metadata), adapter)
@@ -191,7 +191,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         has_head = format != "peft" and (folder / HEAD_CONFIG).is_file()
         head = read_json(folder / HEAD_CONFIG) if has_head else None
     if pinned is not None and kind == "head":
-        raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path}.")
+        raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path!r}.")
     if pinned is not None and not (own or pinned).startswith(pinned):
         raise other_fingerprint(str(own), pinned)
     base, meta = FORMATS[format].base(folder, kind), FORMATS[format].meta(folder, kind)

@@ -45,7 +45,8 @@ class _Target(NamedTuple):
     Attributes:
         name: class of transformers; None: the base model alone.
         head: description of the adapter's head if it becomes that of the class.
-        tensors: its tensors by their keys in the class; empty if the file has the same keys.
+        tensors: the head's tensors by their keys in the class; empty if the keys of the adapter's
+            file are the same.
         lost: why the adapter's head is left out; None if it is not.
     """
 
@@ -74,8 +75,8 @@ def convert(
         with_head: whether to write an adapter's head too.
 
     Raises:
-        CheckpointError: the format cannot express it, it does not fit the base model, or the
-            folder cannot be written.
+        CheckpointError: the format cannot express the checkpoint, the checkpoint does not fit the
+            base model, or the folder cannot be written.
     """
     refuse_to_replace(Path(folder), to)
     base = base_of(checkpoint, model)
@@ -105,37 +106,38 @@ def convert_method(
     """Write a checkpoint as an adapter of another method, in the same format.
 
     Args:
-        checkpoint: of an adapter.
+        checkpoint: checkpoint of an adapter.
         folder: created if it is missing.
-        to: the method.
+        to: name of the method.
         model: base model; None: the one that the checkpoint names.
         name: new name; None: its own.
         with_head: whether to write the adapter's head too.
-        rank: the largest rank; None: not limited.
-        energy: the share of the squared singular values to keep; None: all.
-        text: on which outputs are compared; None: random inputs.
+        rank: maximum rank; None: no maximum.
+        energy: share of the squared singular values to keep; None: all.
+        text: text on which outputs are compared; None: random inputs.
 
     Raises:
-        CheckpointError: it does not fit the base model, it has a head of a method that only PEFT
-            has, the format cannot express the result, or the folder cannot be written.
-        StateError: the adapter is more than a change of weights.
+        CheckpointError: the adapter does not fit the base model; its method exists only in PEFT,
+            and a head or a fingerprint is asked for; the format cannot express the result; or the
+            folder cannot be written.
+        StateError: the adapter does more than change weights.
     """
     refuse_to_replace(Path(folder), checkpoint.format)
     base = base_of(checkpoint, model)
     here = {spelling.peft_type for spelling in peft_readable()}
     certificate: Certificate
     if checkpoint.format == "peft" and checkpoint.method not in here:
-        # PEFT itself computes the changes of a method that only it has, without heads
+        # PEFT itself computes the weight changes of a method that only it has; heads are left out
         if checkpoint.pinned is not None:
             raise CheckpointError(
-                f"{checkpoint.path!r} is of {checkpoint.method}, which only PEFT loads, so it has "
-                f"no fingerprint. Write it without @{checkpoint.pinned}."
+                f"{checkpoint.path!r} has the method {checkpoint.method}, which only PEFT can "
+                f"load, so it has no fingerprint. Write it without @{checkpoint.pinned}."
             )
         trained = checkpoint.metadata.get("modules_to_save")
         if trained and with_head:
             raise CheckpointError(
-                f"{checkpoint.path!r} has {listing(trained)}, which only {checkpoint.method} could "
-                f"load. Write {argument('with_head', False)} to leave it out."
+                f"{checkpoint.path!r} has trained copies of {listing(trained)}, which only PEFT "
+                f"can load. Write {argument('with_head', False)} to leave them out."
             )
         config = load(AutoConfig, base)
         # the class for the task in PEFT's config, or that of the base model
@@ -168,7 +170,7 @@ def convert_method(
 
 
 def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
-    """Return the arguments of a call with a text; a decoder reads it too."""
+    """Return the model's inputs for a text, which a decoder reads too."""
     found = dict(tokenizer_of(base)(text, return_tensors="pt"))
     if model.config.is_encoder_decoder:
         found["decoder_input_ids"] = found["input_ids"]
@@ -186,29 +188,29 @@ def export(
     energy: float | None,
     dtype: str | None,
 ) -> Export:
-    """Write an adapter as a server reads it.
+    """Write an adapter in the form that a server reads.
 
     Args:
-        checkpoint: of an adapter.
+        checkpoint: checkpoint of an adapter.
         folder: created if it is missing.
-        serve: the server.
+        serve: name of the server.
         model: base model; None: the one that the checkpoint names.
-        name: of the adapter for the server; None: its own.
+        name: name of the adapter on the server; None: its own.
         head: whether to write the adapter's head too.
-        rank: the largest rank of the nearest LoRA; None: not limited.
-        energy: the share of the squared singular values to keep; None: all.
-        dtype: of the files; None: that of the adapter.
+        rank: maximum rank of the nearest LoRA; None: no maximum.
+        energy: share of the squared singular values to keep; None: all.
+        dtype: dtype of the files; None: that of the adapter.
 
     Raises:
-        CheckpointError: the server does not read it, it does not fit the base model, or the folder
-            cannot be written.
+        CheckpointError: the server cannot read the adapter, the adapter does not fit the base
+            model, or the folder cannot be written.
     """
     refuse_to_replace(Path(folder), FORMAT)
     base = base_of(checkpoint, model)
     kind = None if dtype is None else getattr(torch, dtype)
 
     def save(found: Fitted) -> Export:
-        # else that of the base model, which the server has
+        # an adapter without a head uses that of the base model, which the server has
         with_head = head and found.stored.metadata.get("head") is not None
         written: Export = found.model.save_adapter(
             folder, found.name, with_head=with_head, meta_dict=checkpoint.meta, format=FORMAT,
@@ -230,18 +232,19 @@ def export_merged(
     """Write a whole model with an adapter merged, and return its class and how to serve it.
 
     Args:
-        checkpoint: of an adapter.
-        folder: a new one.
-        serve: the server.
+        checkpoint: checkpoint of an adapter.
+        folder: a new folder.
+        serve: name of the server.
         model: base model; None: the one that the checkpoint names.
         head: whether the adapter's head becomes that of the class.
-        max_shard_size: of a file, such as "5GB"; None: transformers' default.
+        max_shard_size: maximum size of a file, such as "5GB"; None: transformers' default.
     """
     base = base_of(checkpoint, model)
     name, lost, no_tokenizer = merge(checkpoint, base, folder, None, head, max_shard_size)
-    for reason in (lost, no_tokenizer):
-        if reason is not None:
-            note(reason)
+    if lost is not None:
+        note(f"The adapter's head has been left out: {lost}")
+    if no_tokenizer is not None:
+        note(f"{no_tokenizer}; {folder!r} has none.")
     lines = [line.format(folder=folder) for line in servers.find(serve).merged]
     return {"server": serve, "class": name, "commands": lines}
 
@@ -257,17 +260,17 @@ def merge(
     """Write a plain model with an adapter merged into its weights.
 
     Args:
-        checkpoint: of an adapter.
+        checkpoint: checkpoint of an adapter.
         base: folder or name on the Hub.
         out: a new folder.
         architecture: class of transformers; None: that of the base model, or one with the
             adapter's head.
         with_head: whether the adapter's head becomes that of the class.
-        max_shard_size: of a file, such as "5GB"; None: transformers' default.
+        max_shard_size: maximum size of a file, such as "5GB"; None: transformers' default.
 
     Returns:
-        The class of transformers; the reason if the adapter's head was left out, else None; the
-        reason if there is no tokenizer, else None.
+        The class of transformers; why the adapter's head was left out, or None; why there is no
+        tokenizer, or None.
 
     Raises:
         CheckpointError: the adapter or its head does not fit, or the folder cannot be written.
@@ -279,7 +282,7 @@ def merge(
     config = load(AutoConfig, base)
     tokenizer, lost_tokenizer = None, None
     try:
-        # without this file, transformers makes a tokenizer up
+        # without this file, transformers makes up a tokenizer
         cached_file(base, "tokenizer_config.json")
         tokenizer = load(AutoTokenizer, base)
     except OSError:
@@ -317,7 +320,7 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
     """Choose the class to write and decide what happens to the adapter's head.
 
     Args:
-        found: the adapter in a model of the base model's structure.
+        found: the adapter in a model with the base model's structure.
         own: class of the base model.
         architecture: the user's choice.
 
@@ -338,5 +341,5 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
     try:
         task, tensors = class_for(found.stored, info, name)
     except CheckpointError as error:
-        return _Target(name, lost=f"the class is that of the base model, as {error}")
+        return _Target(name, lost=f"the class is that of the base model, because {error}")
     return _Target(task, head, tensors)

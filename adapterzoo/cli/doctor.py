@@ -30,10 +30,10 @@ def examine() -> dict[str, Any]:
     for name, requirement in required.items():
         version = versions[name]
         if version is None:
-            problems.append(f"{name} is not installed. Write pip install {requirement}.")
+            problems.append(f"{name} is not installed. Write pip install '{requirement}'.")
         elif not requirement.specifier.contains(version, prereleases=True):
             problems.append(
-                f"{name} {version} is installed, and {requirement.specifier} is needed. Write "
+                f"{name} {version} is installed, but {requirement.specifier} is needed. Write "
                 f"pip install '{name}{requirement.specifier}'."
             )
     devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
@@ -101,7 +101,7 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _kernels(device: torch.device) -> str:
-    """Return the implementation of the kernels on a device."""
+    """Return what computes the kernels on a device."""
     x = torch.zeros(1, device=device)
     if ops.is_reference():
         return "their definitions (mode 'reference')"

@@ -1,6 +1,6 @@
-"""Adapters of methods that exist only in PEFT, which computes their changes of the weights.
+"""Adapters of methods that exist only in PEFT, which computes how they change the weights.
 
-PEFT is not required otherwise.
+PEFT is needed only here.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Foreign(NamedTuple):
     """An adapter of another library on the same base model.
 
     Attributes:
-        method: its name there.
+        method: name of its method in that library.
         changes: key of each changed parameter → its change as the layer stores it, in the widest
             dtype.
         inputs: arguments of a call.
-        outputs: those of the call.
+        outputs: outputs of the call.
         are_given: whether the user gave the inputs.
     """
 
@@ -63,8 +63,8 @@ def changes_by_peft(
 
     Args:
         plain: the base model of transformers, without adapters; it does not change.
-        folder: of the adapter.
-        method: its name in PEFT.
+        folder: folder of the adapter.
+        method: name of the adapter's method in PEFT.
         inputs: arguments of a call.
         are_given: whether the user gave them.
 
@@ -81,7 +81,7 @@ def changes_by_peft(
     base = copy.deepcopy(plain)
     # so that the difference of the weights is exact
     wide = widest(next(plain.parameters()).device)
-    # a tied table by all its names
+    # a tied table counts under each of its names
     before = {key: p.detach().to(wide) for key, p in plain.named_parameters(remove_duplicate=False)}
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -121,15 +121,15 @@ def add_changes(
     """Add an adapter that makes the changes of an adapter of another library.
 
     Args:
-        model: with adapters.
-        name: of the new adapter.
-        foreign: the changes.
-        to: the method.
-        size: how much of them to keep.
+        model: a model that can have adapters.
+        name: name of the new adapter.
+        foreign: the adapter of the other library.
+        to: name of the new adapter's method.
+        size: how much of the changes to keep.
 
     Raises:
-        ConfigError: a value is not legal.
-        StateError: a change is not that of the weight of a layer that can have adapters.
+        ConfigError: the name or the size is not legal.
+        StateError: a changed parameter is not the weight of a layer that can have adapters.
     """
     form = change_forms.find(to)
     size.check()
@@ -137,7 +137,7 @@ def add_changes(
     refuse_taken(model, name, overwrite_ok=False)
     layers = [site for site in model.anatomy if site.parameter is None]
     start = base_prefix(model)
-    # merged by PEFT, a tied layer changes its table too
+    # when PEFT merges into a tied layer, the table changes too
     layers += [site for site in model.anatomy.named if site.path not in model.anatomy.tied]
     paths = {in_whole(site.path, start): site.path for site in layers}
     changes = []

@@ -18,10 +18,10 @@ from .models import fitted, on_fitted
 
 
 def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
-    """Return all facts, as JSON types.
+    """Return all facts about a checkpoint, as JSON types.
 
     Args:
-        checkpoint: of an adapter or a head.
+        checkpoint: checkpoint of an adapter or a head.
         model: the base model to compare with; None: only the files are read.
 
     Raises:
@@ -48,9 +48,9 @@ def verify(
     """Check that a checkpoint is complete and finite, and return the facts about it.
 
     Args:
-        checkpoint: read, so that digests of the native format are correct.
+        checkpoint: the checkpoint; reading it has checked the digests of the native format.
         model: the base model to compare with, or None.
-        fingerprint: the expected one, or None.
+        fingerprint: the expected fingerprint, or None.
 
     Raises:
         CheckpointError: something is wrong.
@@ -69,15 +69,18 @@ def verify(
     wrong = [k for k, t in tensors.items() if not t.double().isfinite().all()]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} of {len(tensors)} tensors have NaN or infinite values: "
-            f"{listing(wrong)}. Train it again with a smaller learning rate."
+            f"NaN or infinite values in {len(wrong)} of {len(tensors)} tensors: "
+            f"{listing(wrong)}. Train the adapter again with a smaller learning rate."
         )
     facts = facts_of(checkpoint, model)
     found = facts["fingerprint"]
+    if fingerprint is not None and checkpoint.kind == "head":
+        raise CheckpointError("a head has no fingerprint. Leave out --fingerprint.")
+    if fingerprint is not None and found is None:
+        raise CheckpointError("the fingerprint is not known without the base model. Write --model.")
     if fingerprint not in (None, found):
         raise CheckpointError(
-            f"the fingerprint is {found!r}, not {fingerprint!r}. Copy the adapter again"
-            f"{'' if found else ', or write --model: this format needs a model for it'}."
+            f"the fingerprint is {found!r}, not {fingerprint!r}. Copy the adapter again."
         )
     return facts
 
@@ -89,14 +92,14 @@ def prove(
     original: CheckpointFolder | None,
     converter: str | None,
 ) -> Proof:
-    """Compare what a server computes with a folder with what the adapter computes here.
+    """Compare what a server computes from a folder with what the adapter computes here.
 
     Args:
-        checkpoint: of the folder.
-        server: that is given the folder.
+        checkpoint: checkpoint of the folder.
+        server: name of the server that reads the folder.
         model: the base model.
-        original: the adapter that was exported; None: that of the folder.
-        converter: of llama.cpp, to run; None: its rules are followed.
+        original: checkpoint of the adapter that was exported; None: that of the folder.
+        converter: the converter of llama.cpp, which is run; None: its rules are followed instead.
 
     Raises:
         CheckpointError: a folder or the model cannot be read, or an adapter has another fingerprint
@@ -113,12 +116,12 @@ def report_on(checkpoint: CheckpointFolder, model: str) -> AdapterReport:
     """Load an adapter into its base model, with weights, and return the report on it.
 
     Args:
-        checkpoint: of an adapter.
+        checkpoint: checkpoint of an adapter.
         model: the base model, folder or Hub name.
 
     Raises:
-        CheckpointError: it holds only a head, it does not fit the model, or the model cannot be
-            loaded.
+        CheckpointError: the checkpoint holds only a head, it does not fit the model, or the model
+            cannot be loaded.
     """
     if checkpoint.kind == "head":
         raise CheckpointError(

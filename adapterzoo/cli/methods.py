@@ -11,8 +11,8 @@ def table(base: str | None) -> list[dict[str, Any]]:
     """Return what is known of each method with its default config.
 
     Args:
-        base: model in which the parameters are counted; None: BERT base, and for the servers a
-            Llama.
+        base: model for which parameters are counted and servers listed; None: BERT base for the
+            parameters, and a Llama for the servers.
 
     Raises:
         CheckpointError: the config of the model cannot be loaded.
@@ -39,7 +39,7 @@ def table(base: str | None) -> list[dict[str, Any]]:
 def _row(models: list[Any], make: Any, own: list[str]) -> dict[str, Any] | None:
     """Return the row of a method; None for one that has no config without arguments.
 
-    The first model counts the parameters, and the last one is served.
+    Parameters are counted in the first model; servers are listed for the last one.
     """
     from adapterzoo.contracts import Adapter, WeightAdapter
     from adapterzoo.serving.export import readers

@@ -44,7 +44,7 @@ class Fitted:
 
     Attributes:
         model: the model.
-        name: of the adapter or head in it.
+        name: name of the adapter or head in the model.
         stored: the checkpoint, converted to the native form.
     """
 
@@ -57,8 +57,8 @@ def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
     """Return the base model: the user's choice, or the one named in the checkpoint.
 
     Args:
-        checkpoint: of an adapter.
-        model: the user's choice; None: none.
+        checkpoint: checkpoint of an adapter or a head.
+        model: the user's choice; None: not given.
 
     Raises:
         ConfigError: there is neither.
@@ -92,7 +92,7 @@ def load(cls: Any, base: str, **kwargs: Any) -> Any:
 
 
 def tokenizer_of(base: str) -> Any:
-    """Load the tokenizer of a base model, and give it a token for padding.
+    """Load the tokenizer of a base model, and give it a padding token if it has none.
 
     Args:
         base: folder or name on the Hub.
@@ -112,16 +112,16 @@ def tokenizer_of(base: str) -> Any:
 
 
 def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """Return the maximum number of tokens per text: the user's choice or 128, or what is taken.
+    """Return the maximum number of tokens per text: the user's choice, or less if there is a limit.
 
     Args:
-        model: limits the number.
-        tokenizer: limits the number.
+        model: its number of positions is a limit.
+        tokenizer: its maximum length is a limit.
         wanted: the user's choice; None: 128.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     for table in model.modules():
-        # RoBERTa and its relatives count positions from the row behind that of padding
+        # RoBERTa and its relatives count positions from the row after that of padding
         if isinstance(table, nn.Embedding) and table.num_embeddings == positions:
             positions -= 0 if table.padding_idx is None else table.padding_idx + 1
             break
@@ -136,21 +136,21 @@ def on_fitted(
     name: str | None = None,
     writes: str = "native",
 ) -> T:
-    """Return what `work` makes of a model with a checkpoint; without its weights if possible.
+    """Return the result of `work` on a model with a checkpoint, if possible without weights.
 
-    Weights are read if they are needed: if a head's output layer is the base model's embedding, or
-    if a file has or must have copies of some.
+    The base model's weights are read if they are needed: if a head's output layer is the base
+    model's embedding, or if a file has or must have copies of some.
 
     Args:
-        checkpoint: of an adapter or a head.
+        checkpoint: checkpoint of an adapter or a head.
         base: folder or name on the Hub.
-        work: is repeated with the weights if it needs them.
+        work: called once; if it needs weights, it is called again, with them.
         name: new name; None: its own.
-        writes: the format in which `work` saves it.
+        writes: the format in which `work` saves the adapter or head.
 
     Raises:
-        CheckpointError: it does not fit the model, with every difference, or the base model
-            cannot be loaded.
+        CheckpointError: the checkpoint does not fit the model (the message lists every
+            difference), or the base model cannot be loaded.
     """
     head = head_types.get(checkpoint.head_type or "")
     # files of other formats copy the embedding into such a head
@@ -158,7 +158,7 @@ def on_fitted(
         head is not None and head.scores_vocabulary and {checkpoint.format, writes} != {"native"}
     )
     if not copies and FIELD not in (checkpoint.head or {}):
-        # for values of weights on the meta device, by torch and by a conversion
+        # torch and a conversion raise these if they need values of weights on the meta device
         with contextlib.suppress(NotImplementedError, StateError):
             cls = _class_of(checkpoint)
             make = cls.from_config if cls is AutoAdapterModel else cls._from_config
@@ -172,10 +172,10 @@ def on_fitted(
 
 
 def fitted(checkpoint: CheckpointFolder, base: str, name: str | None = None) -> Fitted:
-    """Load a checkpoint into its base model; arguments as above.
+    """Load a checkpoint into its base model, with weights; arguments as in `on_fitted`.
 
     Raises:
-        CheckpointError: it does not fit the model, or the base model cannot be loaded.
+        CheckpointError: the checkpoint does not fit the model, or the base model cannot be loaded.
     """
     model = init(load(_class_of(checkpoint), base, dtype=checkpoint.dtype)).eval()
     return _filled(checkpoint, model, name)
@@ -185,13 +185,13 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
     """Load an adapter into a model with weights; print a note if its values are rounded.
 
     Args:
-        checkpoint: of an adapter.
-        model: with adapters.
-        name: of the adapter in the model.
-        **kwargs: arguments of `load_adapter`.
+        checkpoint: checkpoint of an adapter.
+        model: a model that can have adapters.
+        name: name of the adapter in the model.
+        **kwargs: further arguments of `load_adapter`.
 
     Raises:
-        CheckpointError: it does not fit the model.
+        CheckpointError: the adapter does not fit the model.
     """
     kwargs["fingerprint"] = checkpoint.pinned
     try:
@@ -201,14 +201,14 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
         model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
         stored, own = checkpoint.dtype, model.dtype
         if torch.promote_types(stored, own) != own:
-            note(f"The adapter's {stored} has been rounded to the base model's {own}.")
+            note(f"The adapter has been rounded from {stored} to {own}, the base model's dtype.")
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:
     stored = formats.read(checkpoint.folder, checkpoint.kind, ModelInfo(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
     if name is None and fetched and stored.metadata.get("name") is None:
-        # in the cache, folders have the names of commits
+        # in the cache, a folder has the name of its commit
         name = Path(checkpoint.path).name
     if checkpoint.kind == "head":
         return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)

@@ -17,7 +17,7 @@ def print_json(value: Any) -> None:
     """Print a JSON value; other types are printed as text.
 
     Args:
-        value: JSON types.
+        value: a value of JSON types.
     """
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
@@ -26,7 +26,7 @@ def print_facts(facts: Mapping[str, object], as_json: bool = False) -> None:
     """Print names and values in two columns, without empty values; or as JSON.
 
     Args:
-        facts: in the order to show them.
+        facts: names and values, in the order to show them.
         as_json: whether a program reads them.
     """
     if as_json:
@@ -41,7 +41,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     """Print a table, with columns of numbers aligned right.
 
     Args:
-        titles: of the columns.
+        titles: titles of the columns.
         rows: one value for each column; None is shown as "-".
     """
     rows = list(rows)
@@ -79,8 +79,8 @@ def tracked(items: Sequence[int], title: str, progress: str) -> Iterator[int]:
     """Yield the items, and show how many are done: by a bar, or by a line from time to time.
 
     Args:
-        items: to work on.
-        title: of the work.
+        items: the items to work on.
+        title: name of the work.
         progress: as `wants_progress` returns it.
     """
     from tqdm import tqdm
@@ -104,7 +104,7 @@ def be_quiet(progress: str = "") -> None:
 
     logging.set_verbosity_error()
     if progress != "bar":
-        # those of huggingface_hub too
+        # this also turns off those of huggingface_hub
         logging.disable_progress_bar()
 
 

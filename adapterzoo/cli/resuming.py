@@ -31,12 +31,13 @@ def check(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
     """Check that a run can start in a folder, or continue there.
 
     Args:
-        folder: for the adapter.
-        options: of the command.
+        folder: folder for the adapter.
+        options: options of the command.
         resume: whether to continue.
 
     Raises:
-        ConfigError: the checkpoints of another run would be lost or continued, or there are none.
+        ConfigError: the checkpoints of another run would be lost or continued, or there are none to
+            continue from.
     """
     there = folder / _FOLDER
     if not _saved(there):
@@ -61,11 +62,12 @@ def check(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
 def checkpoints(folder: Path, options: Mapping[str, Any]) -> Iterator[tuple[Path, bool]]:
     """Return a context with the folder of checkpoints, and whether it has any.
 
-    The folder is kept if the run does not end, unless it is still empty then.
+    At the end of the run the folder is deleted. If the run fails or is stopped, the folder is kept,
+    unless it has no checkpoint yet.
 
     Args:
-        folder: for the adapter.
-        options: of the command.
+        folder: folder for the adapter.
+        options: options of the command.
     """
     there = folder / _FOLDER
     has_some = _saved(there)

@@ -15,7 +15,7 @@ from adapterzoo.errors import ConfigError, listing
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LINES = (".jsonl", ".ndjson")
 _ENDINGS = (*_SEPARATORS, *_LINES, ".json")
-# what `save_to_disk` of datasets writes beside the rows, of one data set and of several
+# files that `save_to_disk` of datasets writes beside the rows: for one data set, for several
 _DATASET, _DATASETS = "state.json", "dataset_dict.json"
 
 
@@ -24,9 +24,9 @@ class Role:
     """What a task reads from one column.
 
     Attributes:
-        names: of the column; the first one that a file has is read.
-        read: the value of a cell, and the folder of its file, to what the task takes; raises a
-            ValueError that says what is missing.
+        names: possible names of the column; the first one that a row has is read.
+        read: converts the value of a cell to what the task takes, given the folder of the file;
+            raises a ValueError that says what the cell lacks.
         is_needed: whether every row must have it.
     """
 
@@ -40,10 +40,10 @@ class DataTable:
     """The rows of a file or folder, before a task reads them.
 
     Attributes:
-        path: of the file.
-        rows: a mapping each; other JSON values are refused by `select`.
-        numbers: of the lines, for messages.
-        is_typed: whether they are options of the command, and no file.
+        path: the file or folder.
+        rows: a mapping for each row; `select` refuses other JSON values.
+        numbers: the line number of each row, for messages.
+        is_typed: whether the rows come from options of the command, not from a file.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class DataTable:
         """Return the values of a task in each row.
 
         Args:
-            roles: of the task, by name.
+            roles: roles of the task, by name.
             chosen: names of columns by role, from the user.
 
         Raises:
@@ -89,12 +89,11 @@ class DataTable:
             if column is None and not role.is_needed and name not in chosen:
                 continue
             asked = column or names[0]
-            shown = listing(map(str, there)) if there else f"a {type(row).__name__}"
+            shown = listing(map(str, there)) if there else f"a value of type {type(row).__name__}"
             near = get_close_matches(asked, [str(each) for each in there if each != asked], 1)
             is_table = self.path.suffix in (".csv", ".tsv")
-            place = (
-                "that name in the first line" if is_table and asked not in there else "one there"
-            )
+            is_unnamed = is_table and asked not in there
+            place = "that name in the first line" if is_unnamed else "a value there"
             hint = f"Did you mean --column {name}={near[0]}?" if near and column is None else (
                 f"Write {place}, or --column {name}=NAME."
             )  # fmt: skip
@@ -119,7 +118,8 @@ def read(path: Path) -> DataTable:
         OSError: the file cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"there is no file {str(path)!r}.{nearest(path) or ' Write its name.'}")
+        hint = nearest(path) or " Write the name of a file or folder."
+        raise ConfigError(f"there is no file {str(path)!r}.{hint}")
     numbers, rows, number = [], [], 0
     try:
         for number, row in _records(path):
@@ -141,7 +141,7 @@ def nearest(path: Path) -> str:
     """Return a question about the file or folder with the most similar name; empty if none is.
 
     Args:
-        path: that does not exist.
+        path: a path that does not exist.
     """
     try:
         near = get_close_matches(path.name, [each.name for each in path.parent.iterdir()], 1)
@@ -157,7 +157,10 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         return
     ending = path.suffix.lower()
     if ending not in _ENDINGS:
-        raise ConfigError(f"{str(path)!r} is none of {listing(_ENDINGS)}, and not a folder.")
+        raise ConfigError(
+            f"{str(path)!r} is not a folder, and its name ends in none of {listing(_ENDINGS)}. "
+            f"Write a file of one of these kinds."
+        )
     # spreadsheets write a byte order mark before the first name
     with path.open(encoding="utf-8-sig", newline="") as stream:
         if ending == ".json":
@@ -200,7 +203,7 @@ def _in_folder(folder: Path) -> Iterator[dict[str, Any]]:
             "Write pip install datasets, or a .csv or .jsonl file."
         ) from error
     loaded = datasets.load_from_disk(str(folder))
-    # the number of a class, and lists of numbers → names
+    # the number of a class → its name, alone or in a list
     names = {
         column: feature.int2str
         for column, kind in loaded.features.items()
@@ -239,9 +242,9 @@ def labels(value: Any, folder: Path) -> str | list[str]:
 
 
 def answers(value: Any, folder: Path) -> list[tuple[str, int | None]]:
-    """Return answers with their starts; None for one that is found by its text.
+    """Return answers with their starts; a start is None if the answer is found by its text.
 
-    A question without an answer has an empty text, or no texts.
+    A question without an answer has an empty text, or an empty list.
     """
     if value in ("", []):
         return []
@@ -256,7 +259,7 @@ def answers(value: Any, folder: Path) -> list[tuple[str, int | None]]:
 
 
 def start(value: Any, _folder: Path) -> int:
-    """Return the number of a character."""
+    """Return a position in a text, counted in characters."""
     if (found := _start(value)) is None:
         raise ValueError("no number")
     return found
@@ -269,7 +272,7 @@ def _start(value: Any) -> int | None:
 
 
 def image(value: Any, folder: Path) -> Any:
-    """Return the path of a file, or an image that is open already."""
+    """Return the path of an image file, or an image that is already open."""
     if isinstance(value, str):
         if not (file := folder / value).is_file():
             raise ValueError(f"no file {str(file)!r}{nearest(file)}")

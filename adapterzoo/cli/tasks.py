@@ -1,8 +1,8 @@
 """The tasks of `train` and `predict`: what they read, learn, measure and print.
 
 A task is an object in `tasks`; the commands do not name any. Its columns are those that `datasets`
-and the examples of transformers use. The module imports fast; what trains and predicts imports
-torch and transformers.
+and the examples of transformers use. The module imports fast: only what trains and predicts
+imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# labels that a loss leaves out
+# the label of tokens that the loss ignores
 _IGNORED = -100
 _NUMBER = re.compile(r"-?[0-9]{1,15}([.][0-9]{1,15})?")
-# tokens of the longest answer
+# maximum tokens of an answer
 _ANSWER = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """A model with an active adapter, and all that turns rows into its inputs.
+    """A model with an active adapter, and everything that turns rows into its inputs.
 
     Attributes:
         model: with an active adapter.
         processor: the tokenizer or image processor of the base model.
         length: maximum tokens of a text.
-        labels: of the head, in the order of their ids.
+        labels: labels of the head, in the order of their ids.
         batch_size: rows in a batch.
         new_tokens: maximum tokens to generate.
         limit: maximum tokens of the model.
         progress: how to show it, see `output.wants_progress`.
-        settings: of the training, see `Task.settings`.
+        settings: settings of the training, see `Task.settings`.
     """
 
     model: Any
@@ -63,7 +63,7 @@ class Bench:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def batches(self, features: Sequence[Row], collate: Any) -> Iterator[tuple[list[int], Any]]:
-        """Yield the numbers of the features of each batch, and the batch; similar lengths first.
+        """Yield the numbers of the features of each batch, and the batch; short texts first.
 
         Args:
             features: as a task makes them.
@@ -81,12 +81,12 @@ class Bench:
     def logits(
         self, features: Sequence[Row], collate: Any, names: Sequence[str] = ("logits",)
     ) -> list[Any]:
-        """Return an output for each feature, in float32 on the CPU; several, stacked at the end.
+        """Return an output for each feature, in float32 on the CPU.
 
         Args:
             features: as a task makes them.
             collate: makes a batch of them.
-            names: of the outputs.
+            names: names of the outputs; several are stacked in the last dimension.
         """
         import torch
 
@@ -101,7 +101,7 @@ class Bench:
         return found
 
     def generated(self, features: Sequence[Row], collate: Any, skip: bool) -> list[str]:
-        """Return the text that the model generates for each feature, by the likeliest tokens.
+        """Return the text that the model generates for each feature, by greedy search.
 
         Args:
             features: prompts.
@@ -111,7 +111,7 @@ class Bench:
         import torch
 
         found = [""] * len(features)
-        # those of the model, which may be several, and the one that `train` has added
+        # those of the model, of which there may be several, and the one that `train` has added
         known = self.model.generation_config.eos_token_id
         ends = {self.processor.eos_token_id, *(known if isinstance(known, list) else [known])}
         with torch.inference_mode():
@@ -131,7 +131,7 @@ class Bench:
         return found
 
     def perplexity(self, features: Sequence[Row], collate: Any, first: int) -> float:
-        """Return exp of the mean loss of the tokens that count.
+        """Return the perplexity: exp of the mean loss of the tokens that have a label.
 
         Args:
             features: with labels.
@@ -156,11 +156,11 @@ class Task(ABC):
         title: what the help calls it.
         roles: the columns of training data.
         inputs: the columns of rows to predict.
-        options: of `predict`, with the columns of these names.
-        head_options: of `train` that this task's head takes.
-        length: maximum tokens of a text, if the user does not say.
-        metric: by which the best adapter is chosen; its sign is −1 where less is better.
-        separator: between the items of a list in a CSV file.
+        options: options of `predict`, each with a value for the column of its name.
+        head_options: options of `train` that this task's head takes.
+        length: maximum tokens of a text, if the user does not choose.
+        metric: the metric by which the best adapter is chosen, and its sign: −1 if less is better.
+        separator: text between the items of a list in a CSV file.
         keeps_head: whether the base model's own head is used, where it has one.
         is_visual: whether the inputs are images.
     """
@@ -182,11 +182,11 @@ class Task(ABC):
         """Return the rows of training or test data.
 
         Args:
-            table: of a file.
+            table: table of a file.
             chosen: columns by role, from the user.
 
         Raises:
-            ConfigError: a row does not have what the task learns from.
+            ConfigError: a row lacks what the task learns from.
         """
         found = table.select(self.roles, chosen)
         for number, row in zip(table.numbers, found, strict=True):
@@ -201,7 +201,7 @@ class Task(ABC):
             chosen: names of roles.
 
         Raises:
-            UsageError: the task does not have one.
+            UsageError: the task does not have one of these roles.
         """
         if unknown := {*chosen} - {*self.roles, *self.inputs}:
             raise click.UsageError(
@@ -209,7 +209,7 @@ class Task(ABC):
             )
 
     def problem(self, row: Row) -> str | None:
-        """Return what is wrong with a row, to follow its name, and what to write; None: nothing."""
+        """Return what is wrong with a row, as the end of a sentence, and a hint; None: nothing."""
         return None
 
     def labels_in(self, row: Row) -> Iterable[str]:
@@ -224,15 +224,17 @@ class Task(ABC):
         """Return all labels, sorted; numbers are sorted by value.
 
         Args:
-            path: of the file.
+            path: the file.
             rows: the training data.
 
         Raises:
-            ConfigError: there is only one, or they are values and no classes.
+            ConfigError: there is only one label, or they are values, not classes.
         """
         names = {label for row in rows for label in self.labels_in(row)}
         if len(names) == 1:
-            raise ConfigError(f"{str(path)!r} has only the label {min(names)!r}. Write two labels.")
+            raise ConfigError(
+                f"{str(path)!r} has only the label {min(names)!r}. Add rows with another label."
+            )
         if not all(_NUMBER.fullmatch(name) for name in names):
             return sorted(names)
         # 1.0 is a class in the tables of pandas, 0.25 a value
@@ -248,12 +250,12 @@ class Task(ABC):
         """Check the test data.
 
         Args:
-            path: of the file.
-            rows: of it.
-            classes: of the training data.
+            path: the file.
+            rows: the rows of the file.
+            classes: labels of the training data.
 
         Raises:
-            ConfigError: they have labels that the training data lack.
+            ConfigError: the rows have labels that the training data lack.
         """
         if unknown := sorted({n for row in rows for n in self.labels_in(row)} - {*classes}):
             raise ConfigError(
@@ -265,9 +267,9 @@ class Task(ABC):
         """Return the rows to predict.
 
         Args:
-            table: of a file, or typed.
+            table: table of a file, or of options of the command.
             chosen: columns by role, from the user.
-            path: of the adapter.
+            path: path of the adapter.
 
         Raises:
             ConfigError: a row lacks what the task reads.
@@ -293,11 +295,11 @@ class Task(ABC):
         """Add the head of an adapter.
 
         Args:
-            model: with the adapter.
-            name: of both.
-            labels: of the head.
+            model: model with the adapter.
+            name: name of adapter and head.
+            labels: labels of the head.
             rows: the training data.
-            options: those of `head_options`.
+            options: the user's values of `head_options`.
         """
 
     @abstractmethod
@@ -354,7 +356,7 @@ class _Classification(Task):
         """Return rows without labels as the model takes them."""
 
     def target(self, row: Row, bench: Bench) -> Any:
-        """Return the number of a label, or for several a yes or no for each."""
+        """Return the id of a label; if a row may have several labels, 1.0 or 0.0 for each class."""
         if isinstance(row["label"], list):
             return [float(label in row["label"]) for label in bench.labels]
         return bench.labels.index(row["label"])
@@ -376,7 +378,7 @@ class _Classification(Task):
 
 
 def _scores(logits: torch.Tensor, names: Sequence[str], several: bool) -> Row:
-    """Return the likeliest label or labels with all probabilities, or a value."""
+    """Return the most likely label or labels with all probabilities, or a value."""
     if several:
         shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
         return {"label": [n for n, share in shares.items() if share > 0.5], "probabilities": shares}
@@ -507,7 +509,7 @@ class _TokenClassification(Task):
             for i, encoding in enumerate(tokens.encodings):
                 places = []
                 for word in encoding.word_ids:
-                    # a word that begins in the part before has its label there
+                    # a word that begins in an earlier part has its label there
                     is_first = word is not None and (last is None or word > last)
                     places.append(word if is_first else None)
                     last = word if is_first else last
@@ -533,7 +535,7 @@ class _TokenClassification(Task):
         # a word that the tokenizer drops keeps the first label
         found = [[bench.labels[0]] * len(row["tokens"]) for row in rows]
         for (number, _, places), each in zip(windows, logits, strict=True):
-            # padding is at either side
+            # padding may be on either side
             start = each.shape[0] - len(places) if bench.processor.padding_side == "left" else 0
             for place, word in enumerate(places):
                 if word is not None:
@@ -553,10 +555,10 @@ class _TokenClassification(Task):
 
 
 def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, first word and end of each entity; without B- and I- each tag but O is one.
+    """Yield kind, first word and end of each entity; a tag without B- or I-, except O, is one.
 
     Args:
-        tags: of a sentence.
+        tags: tags of a sentence.
     """
     begin, kind = 0, ""
     for n, tag in enumerate([*tags, "O"]):
@@ -589,8 +591,10 @@ class _QuestionAnswering(Task):
         text, start = self._answer(row)
         if text is None or (start >= 0 and row["context"][start : start + len(text)] == text):
             return None
+        place = "" if start < 0 else f" at character {start}"
         return (
-            f"has the answer {text!r}, which is not in its context at that place. Write its text."
+            f"has the answer {text!r}, which is not in its context{place}. Write the answer as the "
+            f"context has it; its start may be left out."
         )
 
     def settings(self, rows: Sequence[Row]) -> Row:
@@ -598,7 +602,7 @@ class _QuestionAnswering(Task):
 
     @staticmethod
     def _answer(row: Row) -> tuple[str | None, int]:
-        """Return the first answer, or None, and its place; −1 if it is not in the context."""
+        """Return the first answer, or None, and its start; −1 if it is not in the context."""
         if not row["answers"]:
             return None, -1
         text, start = row["answers"][0]
@@ -611,7 +615,10 @@ class _QuestionAnswering(Task):
         model.add_qa_head(name, **_stack(options))
 
     def _windows(self, rows: Sequence[Row], bench: Bench) -> Iterator[tuple[int, Row, list[Any]]]:
-        """Yield the parts of each row: its number, the inputs, and the places of the context."""
+        """Yield the parts of each row: its number, the inputs, and places of tokens in the context.
+
+        A place is the start and the end of a token in characters; None outside the context.
+        """
         for number, row in enumerate(rows):
             question = bench.processor(
                 row["question"], truncation=True, max_length=bench.length // 2,
@@ -655,7 +662,7 @@ class _QuestionAnswering(Task):
         logits = bench.logits(inputs, self.collator(bench), ("start_logits", "end_logits"))
         none = {"answer": "", "start": 0, "end": 0, "score": 0.0}
         best = [(-math.inf, none)] * len(rows)
-        # of all parts the lowest score of no answer counts, as in SQuAD v2
+        # the lowest score of "no answer" in any part counts, as in SQuAD v2
         lacking = [(math.inf, 0.0)] * len(rows)
         for (number, part, places), each in zip(windows, logits, strict=True):
             left = each.shape[0] - len(places) if bench.processor.padding_side == "left" else 0
@@ -698,7 +705,7 @@ class _QuestionAnswering(Task):
 
 
 def _plain(text: str) -> list[str]:
-    """Return the words of an answer without case, punctuation and articles, as SQuAD does."""
+    """Return the words of an answer in lower case, without punctuation and articles, as SQuAD."""
     words = re.sub(r"[^\w\s]", "", text.casefold()).split()
     return [word for word in words if word not in ("a", "an", "the")]
 
@@ -744,7 +751,7 @@ class _TextGeneration(_Generation):
     inputs: ClassVar[Mapping[str, Role]] = {
         "prompt": Role(("prompt", "instruction", "text"), cells.text)
     }
-    # the logit of a token is at the one before
+    # the logit of a token is at the token before it
     first: ClassVar[int] = 1
 
     def problem(self, row: Row) -> str | None:
@@ -797,7 +804,7 @@ class _TextGeneration(_Generation):
 
 
 class _Seq2Seq(_Generation):
-    """A text for a text, by an encoder and a decoder."""
+    """A text for each text, by an encoder and a decoder."""
 
     title: ClassVar[str] = "a text for each text, such as a summary"
     inputs: ClassVar[Mapping[str, Role]] = {
@@ -844,18 +851,18 @@ def _part(tokens: Any, number: int, bench: Bench) -> Row:
 
 
 def _generates(model: Any) -> bool:
-    """Return whether the base model has a head onto its vocabulary."""
+    """Return whether the base model has a head that scores its vocabulary."""
     own = (name for name in model.known_heads() if name not in model.adapters_config)
     return any(model.get_head(name).config.scores_vocabulary for name in own)
 
 
 def _stack(options: Row) -> Row:
-    """Return the fields of a head of one layer, which has no activation, or of more."""
+    """Return the fields of a head with one layer, which has no activation, or with several."""
     layers = options.get("layers", 1)
     return {"layers": layers, "activation_function": "tanh" if layers > 1 else None}
 
 
-# by the Hub's name of the task, where it has one
+# by the Hub's name for the task, if it has one
 tasks: dict[str, Task] = {
     "text-classification": _TextClassification(),
     "token-classification": _TokenClassification(),
@@ -870,13 +877,15 @@ def task_of(head: Any, path: str) -> str:
     """Return the task of an adapter that `train` did not save.
 
     Args:
-        head: the config of its head; None without one.
-        path: of the adapter.
+        head: the config of its head; None if it has none.
+        path: path of the adapter.
 
     Raises:
-        CheckpointError: it is for a task that `predict` does not know.
+        CheckpointError: the adapter has no head, or one for a task that `predict` does not know.
     """
     if head is not None and head.pipeline_tag in tasks:
         return str(head.pipeline_tag)
     has = "no head" if head is None else f"a head of the type {head.head_type!r}"
-    raise CheckpointError(f"{path!r} has {has}. Write one with a head for {listing(tasks)}.")
+    raise CheckpointError(
+        f"{path!r} has {has}. Write an adapter with a head for one of {listing(tasks)}."
+    )

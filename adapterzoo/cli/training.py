@@ -145,16 +145,16 @@ def train(
 
     Args:
         jobs: one for each adapter.
-        task: its name.
-        folder: for the adapter, or for the folders of several; the run continues from the
+        task: name of the task.
+        folder: folder for the adapter, or for the folders of several; the run continues from the
             checkpoints in it, if there are any.
         model: folder or Hub name of the base model.
         max_length: maximum tokens per text; None: the default.
-        device: None: CUDA if available.
-        progress: how to show it.
+        device: device to train on; None: CUDA if available.
+        progress: how to show progress, see `output.wants_progress`.
         save_steps: steps between two checkpoints; None: an epoch.
-        columns: of the data, from the user; saved with the adapter.
-        options: of the command, which must be the same to resume.
+        columns: columns of the data by role, from the user; saved with the adapter.
+        options: options of the command, which must be the same to resume.
         best: name under which to save the best adapter, by the metric of the task or else by loss;
             None: do not choose one.
 
@@ -310,17 +310,17 @@ def predict(
         batch_size: rows per batch.
         max_length: maximum tokens per text; None: as in training.
         max_new_tokens: maximum tokens to generate.
-        device: None: CUDA if available.
-        columns: of the table by role, from the user.
-        progress: how to show it.
+        device: device to compute on; None: CUDA if available.
+        columns: columns of the table by role, from the user.
+        progress: how to show progress, see `output.wants_progress`.
 
     Raises:
-        CheckpointError: the adapter does not fit, or is for no task.
+        CheckpointError: the adapter does not fit the base model, or its head is not for a task.
         ConfigError: there is no base model, or the table lacks a column.
     """
     settings, on = checkpoint.settings, _device(device)
     base = base_of(checkpoint, model)
-    # before the weights are read, if it is known
+    # if the task is known, the rows are read before the weights
     name = settings.get("task")
     adapted: Any = None
     if name is None:
@@ -366,7 +366,7 @@ def write(
         stream: open for text.
         predictions: as `predict` returns them.
         kind: "csv" or "jsonl".
-        separator: in CSV, between the items of a list.
+        separator: text between the items of a list in CSV.
     """
     if kind == "jsonl":
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
@@ -394,7 +394,7 @@ def _device(given: str | None) -> torch.device:
     """Return the device to compute on.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the device is not available.
     """
     device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
@@ -403,6 +403,6 @@ def _device(given: str | None) -> torch.device:
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"--device {given} is not there ({reason}). Write --device cpu."
+            f"--device {device} is not available ({reason}). Write --device cpu."
         ) from error
     return device

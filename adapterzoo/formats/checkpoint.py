@@ -221,8 +221,13 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         info: info of the model to fill.
 
     Raises:
-        CheckpointError: there is no such folder, no format knows it, or it is damaged.
+        CheckpointError: there is no such folder, it is a file, no format knows it, or it is
+            damaged.
     """
+    if folder.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} is a file. Write the folder that holds it, {str(folder.parent)!r}."
+        )
     if not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r}: no such folder. Write the folder of save_{kind}.")
     name = of(folder, kind)

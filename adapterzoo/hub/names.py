@@ -66,7 +66,8 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
     return RepoRef("/".join(parts[:2]), "/".join(parts[2:]))
 
 
-_PINNED = re.compile(r"(?P<name>.+)@(?P<fingerprint>[0-9a-fA-F]{8,64})", re.DOTALL)
+_PINNED = re.compile(r"(?P<name>.+)@(?P<fingerprint>[0-9a-fA-F]{1,64})", re.DOTALL)
+_FEWEST_DIGITS = 8
 
 
 def pinned(
@@ -79,12 +80,23 @@ def pinned(
 
     Args:
         name: a folder or a name on the Hub; `@` and 8 to 64 hexadecimal digits may follow.
+
+    Raises:
+        ConfigError: fewer digits follow a folder.
     """
     match = _PINNED.fullmatch(os.fspath(name))
     if match is None or os.access(name, os.F_OK):
         return name, None
-    own = match["name"]
-    return own if isinstance(name, str) else Path(own), match["fingerprint"].lower()
+    own, digits = match["name"], match["fingerprint"]
+    if len(digits) < _FEWEST_DIGITS:
+        # behind anything but a folder, it may be an organization
+        if not (os.access(own, os.F_OK) and Path(own).is_dir()):
+            return name, None
+        raise ConfigError(
+            f"@{digits} is too short: a fingerprint needs at least {_FEWEST_DIGITS} hexadecimal "
+            f"digits. Write more digits, or {own!r} for any fingerprint."
+        )
+    return own if isinstance(name, str) else Path(own), digits.lower()
 
 
 def is_public_name(name: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import STRATEGIES, Combination, weighted, weighted_sum
+from adapterzoo.composition import Node
 from adapterzoo.config import FLAG, MAX_WIDTH, SEED, AdapterConfig, Check, Choice, Density, Range
 from adapterzoo.contracts import upcast
 from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
@@ -104,27 +105,34 @@ def average(
         CompositionError: the adapters have nothing in common.
     """
     check_name(name)
-    names, own = weighted(adapters, weights, normalize)
-    strategy = combination(strategy_name, **options)
+    example = _example(adapters, model._adapter_state.records)
+    names, own = weighted(adapters, weights, normalize, example)
+    strategy = dataclasses.replace(combination(strategy_name, **options), adapters=names)
     refuse_if_fixed(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
-    shown = listing(names, limit=len(names))
     if with_tables := [each for each in names if copies.tables_of(model, each)]:
         raise CompositionError(
             f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
-            f"averaged. Write set_active_adapters(Average({shown}))."
+            f"averaged. Write {strategy.composed}."
         )
     kinds = dict.fromkeys(config.architecture for config in configs)
     if len(kinds) > 1:
         raise CompositionError(
             f"the methods {', '.join(kinds)} have no parameters in common. Write "
-            f"set_active_adapters(Average({shown}))."
+            f"{strategy.composed}."
         )
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))
     head = copies.combined(model, names, own)
     bring_in(model, name, record, active, head)
+
+
+def _example(given: object, known: Iterable[str]) -> Sequence[str]:
+    """Return names for a message: those in a composition, or two known ones, a given one first."""
+    if isinstance(given, Node):
+        return given.flatten()
+    return sorted(known, key=lambda name: [name] != [given])[:2] or ("a", "b")
 
 
 def _combined(
@@ -150,7 +158,7 @@ def _combined(
                     states = [other.state_dict() for other in theirs]
                     _average(own.state_dict(), states, weights, strategy)
                 else:
-                    _share(own, theirs)
+                    _share(own, theirs, strategy)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
         layer = layer_in(model, path)
@@ -181,7 +189,7 @@ def _average(
             target.copy_(others[0][key])
 
 
-def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
+def _share(made: nn.Module, others: Sequence[nn.Module], strategy: Combination) -> None:
     """Copy shared tensors to the result; they must be equal in all adapters."""
     first = others[0].state_dict()
     for other in others[1:]:
@@ -189,7 +197,7 @@ def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
         if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
             raise CompositionError(
                 f"the tensors {listing(first)}, which layers share, differ between the adapters. "
-                f"Write set_active_adapters(Average('a', 'b'))."
+                f"Write {strategy.composed}."
             )
     made.load_state_dict(first)
 
@@ -209,7 +217,7 @@ def average_head(
     Raises:
         CompositionError: the heads differ in more than dropout, or the result is not finite.
     """
-    names, own = weighted(heads, weights, normalize)
+    names, own = weighted(heads, weights, normalize, _example(heads, model.known_heads()))
     strategy = combination("linear")
     found = [named.find(model, each) for each in names]
     checked = store.free_name(model, name, overwrite_ok)

@@ -234,14 +234,17 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
 
     Raises:
         CheckpointError: the file holds no fusion.
+        UnknownNameError: the model lacks one of the adapters.
     """
     refuse_if_fixed(model, "Load it before fully_shard(model).")
     folder = Path(folder)
-    stored = formats.read(folder, "adapter_fusion", ModelInfo(model))
+    info = ModelInfo(model)
+    stored = formats.read(folder, "adapter_fusion", info)
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
     listed = names if isinstance(names, list) else []
     if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
+    info.fused_configs(listed)
     name = asked.load_as or str(stored.metadata.get("name"))
     fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
     asked, warn = asked.overwriting(fuse.name, fusion=model._adapter_state.fusions)

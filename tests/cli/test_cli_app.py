@@ -213,7 +213,7 @@ def test_doctor_finds_what_is_missing_or_old(run, monkeypatch):
     report = json.loads(run("doctor", "--json", code=1).stdout)
     old, missing = report["problems"]
     assert ">=99 is needed" in old
-    assert missing == "nonesuch is not installed. Write pip install nonesuch>=1."
+    assert missing == "nonesuch is not installed. Write pip install 'nonesuch>=1'."
     assert "problem: nonesuch" in run("doctor", code=1).stdout
 
 

@@ -307,8 +307,8 @@ def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(run, masked, 
     result = run("merge", masked, tmp_path / "a", tmp_path / "m")
     assert result.stdout == f"{tmp_path / 'm'}: a BertForMaskedLM\n"
     assert result.stderr.startswith(
-        "The adapter's head has been left out: the class is that of the base model, as the head, a "
-        "'classification', cannot be that of a BertForSequenceClassification: "
+        "The adapter's head has been left out: the class is that of the base model, because the "
+        "head, a 'classification', cannot be that of a BertForSequenceClassification: "
     )
     run("merge", masked, tmp_path / "a", tmp_path / "n", "--no-head")
     mine, plain = (load_file(tmp_path / out / "model.safetensors") for out in "mn")
@@ -337,7 +337,8 @@ def test_merge_rounds_no_adapter_without_saying_so(run, base, tmp_path, format):
     a, b = (next(t for k, t in ours.items() if key in k and f"lora_{x}" in k) for x in "AB")
     if format == "native":
         assert said == (
-            "The adapter's torch.float32 has been rounded to the base model's torch.bfloat16.\n"
+            "The adapter has been rounded from torch.float32 to torch.bfloat16, the base model's "
+            "dtype.\n"
         )
         a, b = a.bfloat16().float(), b.bfloat16().float()
     else:

@@ -201,11 +201,16 @@ def test_verify_compares_every_tensor_with_the_model(run, trained, tmp_path):
     assert "does not fit" not in said
 
 
-def test_verify_compares_fingerprints(run, trained):
+def test_verify_compares_fingerprints(run, trained, base, tmp_path):
     said = run("verify", trained["folder"], "--fingerprint", "0" * 64, code=1).stderr
     assert f"the fingerprint is '{trained['fingerprint']}', not" in said
     said = run("verify", PEFT / "bert/lora", "--fingerprint", "0" * 64, code=1).stderr
-    assert "write --model" in said
+    assert "the fingerprint is not known without the base model. Write --model." in said
+    model = AutoAdapterModel.from_pretrained(base)
+    model.add_classification_head("stars", num_labels=5)
+    model.save_head(tmp_path, "stars")
+    said = run("verify", tmp_path, "--fingerprint", "0" * 64, code=1).stderr
+    assert "a head has no fingerprint. Leave out --fingerprint." in said
 
 
 def test_a_head_alone(run, base, tmp_path):

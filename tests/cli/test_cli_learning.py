@@ -200,14 +200,14 @@ CASES = {
         "line 3 of 'rows.csv' has more values than columns. Write",
     ),
     "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has nothing"),
-    "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'"),
+    "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'. Add rows with"),
     "values": ("text,label\nfine,0.25\ndull,1\n", "has the labels '0.25', which are values"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
     "no JSON": ("{\n", "'rows.jsonl' is damaged after line 0"),
     "no object": (
         '{"text": "a", "label": 1}\n[1]\n',
-        "line 2 of 'rows.jsonl' has nothing in the column 'text' (a list)",
+        "line 2 of 'rows.jsonl' has nothing in the column 'text' (a value of type list)",
     ),
     "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has no text"),
 }
@@ -236,7 +236,7 @@ REFUSED = {
     "no folder": (["--output", "rows.csv", "--name", "a"], "rows.csv' is a file. Write a folder"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which the training data lack"),
-    "another ending": (["--train", "more.xlsx"], "is none of '.csv'"),
+    "another ending": (["--train", "more.xlsx"], "its name ends in none of '.csv'"),
     "an encoder that generates": (
         ["--task", "text-generation"],
         "'bert' model reads a text in both directions",
@@ -266,7 +266,7 @@ def test_predict_says_that_it_rounds(run, trained, base, tmp_path):
     add_tokenizer(tmp_path)
     given = ["predict", trained["folder"], "--text", "a fine plot", "--model"]
     result = run(*given, tmp_path)
-    assert "torch.float32 has been rounded to the base model's torch.bfloat16" in result.stderr
+    assert "has been rounded from torch.float32 to torch.bfloat16" in result.stderr
     assert result.stdout.splitlines()[1].startswith("a fine plot,fresh,")
     assert run(*given, base).stderr == ""
 
@@ -289,7 +289,7 @@ def test_predict_refuses_an_adapter_without_a_head(run, base, tmp_path):
     model.add_adapter("bare", "seq_bn")
     model.save_adapter(tmp_path / "bare", "bare")
     said = run("predict", tmp_path / "bare", "--text", "fine", code=1).stderr
-    assert "has no head. Write one with a head for 'text-classification'" in said
+    assert "has no head. Write an adapter with a head for one of 'text-classification'" in said
 
 
 @pytest.mark.parametrize(("multilabel", "count"), [(True, 3), (False, 1)])

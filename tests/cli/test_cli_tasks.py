@@ -287,11 +287,11 @@ REFUSED = {
     ),
     "another answer": (
         "question-answering", {"question": "q", "context": "a", "answers": "b"},
-        "has the answer 'b', which is not in its context",
+        "has the answer 'b', which is not in its context. Write the answer as",
     ),
     "an answer elsewhere": (
         "question-answering", {"question": "q", "context": "a b", "answer": "b", "start": 1},
-        "not in its context at that place",
+        "which is not in its context at character 1. Write the answer as",
     ),
     "a place without an answer": (
         "question-answering",

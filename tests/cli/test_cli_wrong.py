@@ -56,7 +56,7 @@ TOLD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no option": (("export", "a", "b"), 2, "Missing option '--serve'"),
     # train
     "a wrong file": ((*TRAIN, "rwos.csv"), 1, "no file 'rwos.csv'. Did you mean 'rows.csv'?"),
-    "a wrong ending": ((*TRAIN, "rows.xlsx"), 1, "'rows.xlsx' is none of '.csv'"),
+    "a wrong ending": ((*TRAIN, "rows.xlsx"), 1, "its name ends in none of '.csv'"),
     "a wrong test file": ((*ROWS, "--eval", "rwos.csv"), 1, "Did you mean 'rows.csv'?"),
     "another label": ((*ROWS, "--eval", "new.csv"), 1, "has the labels 'c'"),
     "a wrong method": (

@@ -474,6 +474,11 @@ def test_archives_are_not_opened(world, tmp_path):
     for path in (tmp_path / "x.zip", str(tmp_path / "x.zip")):
         with refused(world[0], CheckpointError, "is a file", "Write "):
             world[0].load_adapter(path)
-        with refused(world[0], CheckpointError, "no such folder", "Write the folder"):
+        holds = f"is a file. Write the folder that holds it, {str(tmp_path)!r}."
+        with refused(world[0], CheckpointError, "load_head(", holds):
             world[0].load_head(path)
+        with refused(world[0], CheckpointError, "load_adapter_fusion(", holds):
+            world[0].load_adapter_fusion(path)
+    with refused(world[0], CheckpointError, "no such folder", "Write the folder"):
+        world[0].load_head(tmp_path / "y")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.zip"]

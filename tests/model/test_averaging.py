@@ -16,7 +16,7 @@ from snapshots import adapter_bits, output, refused, same_bits, stir
 from transformers import BertConfig
 from variants import VARIANTS
 
-from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, Stack
+from adapterzoo import AutoAdapterModel, Average, DoRAConfig, LoRAConfig, Stack
 from adapterzoo.averaging import STRATEGIES
 from adapterzoo.errors import (
     CompositionError,
@@ -621,6 +621,32 @@ def test_what_torch_refuses_changes_nothing(tiny):
         module.lora_B[0, 0] = float("nan")
     with refused(model, RuntimeError, "svd", "non-finite values"):
         model.average_adapter("c", ["a", "b"], combine_strategy="svd")
+
+
+def test_hints_name_the_adapters_of_the_model(tiny):
+    model = tiny()
+    with refused(model, ConfigError, "'first' is not a list", "Write ['a', 'b']."):
+        model.average_adapter("c", "first")
+    model.add_adapter("first", "seq_bn")
+    with refused(model, ConfigError, "'first' is not a list", "Write ['first']."):
+        model.average_adapter("c", "first")
+    for name in ("second", "third"):
+        model.add_adapter(name, "seq_bn" if name == "third" else "boft")
+    for given, hint in {
+        "first": "Write ['first', 'second'].",
+        "third": "Write ['third', 'first'].",
+        "none": "Write ['first', 'second'].",
+        Average("third", "second"): "Write ['third', 'second'].",
+    }.items():
+        with refused(model, ConfigError, "average_adapter('c')", "is not a list", hint):
+            model.average_adapter("c", given)
+    for strategy, names in (("cat", ["third"]), ("linear", ["second", "third"])):
+        hint = f"set_active_adapters(Average({', '.join(map(repr, names))}))"
+        with refused(model, CompositionError, "average_adapter('c')", hint):
+            model.average_adapter("c", names, combine_strategy=strategy)
+    model.add_classification_head("h")
+    with refused(model, ConfigError, "'h' is not a list", "Write ['h']."):
+        model.average_head("c", "h")
 
 
 def test_names_are_checked(tiny):

@@ -269,8 +269,14 @@ def test_a_fusion_that_does_not_fit_is_refused(tmp_path):
         model.load_adapter_fusion(tmp_path)
     model.delete_adapter_fusion(AB)
     model.delete_adapter("b")
-    with refused(model, UnknownNameError, "'b'", "Known adapters"):
+    both = "the fusion takes the adapters 'a', 'b', and the model lacks "
+    a, b = (f"model.load_adapter(…, load_as={name!r})" for name in "ab")
+    with refused(model, UnknownNameError, f"{both}'b'", f"Write {b} first."):
+        model.load_adapter_fusion(tmp_path, set_active=True)
+    model.delete_adapter("a")
+    with refused(model, UnknownNameError, f"{both}'a', 'b'", f"Write {a} and {b} first."):
         model.load_adapter_fusion(tmp_path)
+    model.add_adapter("a", "seq_bn")
     model.add_adapter("b", "double_seq_bn")
     with refused(model, SiteError, "have different sites", "Fuse adapters of one"):
         model.load_adapter_fusion(tmp_path)

@@ -632,6 +632,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
 
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
+        UnknownNameError: the model lacks one of the adapters.
     """
     metadata, held = _files_in(folder, "adapter_fusion")
     names = metadata.get("adapter_names")
@@ -640,7 +641,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise CheckpointError(f"{FUSION_CONFIG} has adapter_names={names!r}, not names. {AGAIN}.")
-    configs = [info.adapter_config(name) for name in names]
+    configs = info.fused_configs(names)
     places = _fusion_places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
@@ -675,7 +676,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
     metadata = dict(checkpoint.metadata)
-    fused = [info.adapter_config(name) for name in metadata["adapter_names"]]
+    fused = info.fused_configs(metadata["adapter_names"])
     config = dict(metadata["config"])
     if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
         raise inexpressible(

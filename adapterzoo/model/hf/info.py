@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,13 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from adapterzoo.anatomy import HEAD, Anatomy, in_whole
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    UnknownNameError,
+    argument,
+    listing,
+)
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject.building import layer_at, plain_modules
@@ -135,14 +141,20 @@ class ModelInfo:
             return self._gathered[tensor]
         return tensor
 
-    def adapter_config(self, name: str) -> AdapterConfig:
-        """Return the config of an adapter of the model.
+    def fused_configs(self, names: Sequence[str]) -> list[AdapterConfig]:
+        """Return the configs of the adapters that a fusion takes.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the model lacks one of them.
         """
-        config: AdapterConfig = self._model._adapter_state.find(name).config
-        return config
+        records = self._model._adapter_state.records
+        if missing := [name for name in names if name not in records]:
+            calls = " and ".join(f"model.load_adapter(…, load_as={name!r})" for name in missing)
+            raise UnknownNameError(
+                f"the fusion takes the adapters {listing(names)}, and the model lacks "
+                f"{listing(missing)}. Write {calls} first."
+            )
+        return [records[name].config for name in names]
 
     def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
         """Return the paths of all modules of a task class, with the tensors that each saves.
