@@ -230,12 +230,12 @@ def _seen(path: str, revision: str | None, progress: str = "") -> Any:
         revision: the same.
         progress: "bar" shows that of a download.
     """
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from adapterzoo.hub.requests import hide_progress
 
     from .checkpoints import open_checkpoint
 
     if progress != "bar":
-        disable_progress_bars()
+        hide_progress()
     return open_checkpoint(path, revision)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from adapterzoo.errors import AdapterZooError, HubError
 
@@ -52,6 +53,11 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
             reason = reason.replace(secret.strip(), "<token>")
     # do not chain the failure, which may show a token
     raise HubError(f"{target}: {_SECRET.sub('<token>', reason)}") from None
+
+
+def hide_progress() -> None:
+    """Show no progress bars of downloads and uploads."""
+    disable_progress_bars()
 
 
 def settings() -> dict[str, Any]:
