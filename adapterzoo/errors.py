@@ -114,6 +114,12 @@ class BaseModelWarning(UserWarning):
     """An adapter is loaded into another base model than the one that it was trained on."""
 
 
+def short(value: object) -> str:
+    """Return a value of a file as messages show it, at most 100 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def listing(
     items: Iterable[object], *, limit: int = _SHOWN, show: Callable[[Any], str] = repr
 ) -> str:

@@ -25,7 +25,7 @@ from adapterzoo import AutoAdapterModel, BaseModelWarning, Stack, hub, init
 from adapterzoo.compat.peft.model import AutoPeftModelForFeatureExtraction, PeftModel
 from adapterzoo.config import config_strings
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.folders.formats import FORMATS, of
+from adapterzoo.folders.formats import base_in, format_of
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.hub.upload import CardText, adapter_card
 from adapterzoo.serving import server
@@ -242,7 +242,7 @@ def test_every_format_records_the_revision(tmp_path):
         model.save_adapter(tmp_path / name, "a", format=name)
         key = "revision" if name == "peft" else REVISION
         assert document(tmp_path / name)[key] == COMMIT
-        base = FORMATS[str(of(tmp_path / name, "adapter"))].base(tmp_path / name, "adapter")
+        base = base_in(tmp_path / name, str(format_of(tmp_path / name, "adapter")))
         assert (base.name, base.revision) == ("org/base", COMMIT)
         assert base.digest == digest_in(tmp_path / name)
         card = adapter_card(tmp_path / name, "ann/a", None, CardText()).content

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -40,6 +40,9 @@ from .output import (
 from .resuming import check, digest
 from .rows import DataTable, nearest, read
 from .tasks import tasks
+
+if TYPE_CHECKING:
+    from .checkpoints import CheckpointFolder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -222,13 +225,13 @@ def _path(ctx: click.Context, option: click.Parameter, value: str | None) -> str
     return value
 
 
-def _seen(path: str, revision: str | None, progress: str = "") -> Any:
-    """Return the checkpoint of an adapter, before anything slow is imported.
+def _checkpoint(path: str, revision: str | None, progress: str = "") -> CheckpointFolder:
+    """Return the checkpoint of an adapter or a head, before anything slow is imported.
 
     Args:
         path: see `checkpoints.open_checkpoint`.
-        revision: the same.
-        progress: "bar" shows that of a download.
+        revision: see `checkpoints.open_checkpoint`.
+        progress: "bar" shows the progress of a download.
     """
     from adapterzoo.hub.requests import hide_progress
 
@@ -237,13 +240,6 @@ def _seen(path: str, revision: str | None, progress: str = "") -> Any:
     if progress != "bar":
         hide_progress()
     return open_checkpoint(path, revision)
-
-
-def _opened(path: str, revision: str | None, progress: str = "") -> Any:
-    """Return what `_seen` returns, and prepare for what is imported next."""
-    checkpoint = _seen(path, revision, progress)
-    be_quiet(progress)
-    return checkpoint
 
 
 class _Above0(click.FloatRange):
@@ -364,7 +360,7 @@ def train_command(
     folders = [Path(output)] if len(names) == 1 else [Path(output) / each for each in names]
     for folder in folders:
         checks.check_folder(str(folder))
-        checks.refuse_to_replace(folder, "native")
+        checks.refuse_to_replace(str(folder), "native")
     data = []
     for file, tested in itertools.zip_longest(map(Path, train_files), map(Path, eval_files)):
         rows = kind.read(read(file), columns)
@@ -500,7 +496,7 @@ def predict_command(
         rows = [row for each in typed.values() for row in each]
         table = DataTable(Path("the command"), rows, [*range(1, len(rows) + 1)], is_typed=True)
     shown = wants_progress(as_json)
-    checkpoint = _seen(path, revision, shown)
+    checkpoint = _checkpoint(path, revision, shown)
     settings = checkpoint.settings
     if (task := tasks.get(str(settings.get("task")))) is not None:
         task.read_inputs(table, {**settings.get("columns", {}), **options["columns"]}, path)
@@ -535,7 +531,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     Configs of other formats are shown unchanged; with --model the adapter is compared with the
     model, and its config is shown as adapterzoo reads it.
     """
-    checkpoint = _seen(path, revision)
+    checkpoint = _checkpoint(path, revision)
     if model is None:
         print_facts(checkpoint.facts(), as_json)
         return
@@ -587,8 +583,8 @@ def verify_command(
             raise click.UsageError(f"--{option} needs --for with a server.")
 
     if server is not None:
-        checkpoint = _seen(path, revision)
-        original = None if adapter is None else _seen(adapter, None)
+        checkpoint = _checkpoint(path, revision)
+        original = None if adapter is None else _checkpoint(adapter, None)
         be_quiet()
 
         from .inspecting import prove
@@ -600,7 +596,10 @@ def verify_command(
             click.echo(printable(str(proof), allowed="\n"))
         sys.exit(not proof.is_equal)
     try:
-        checkpoint = _opened(path, revision)
+        checkpoint = _checkpoint(path, revision)
+        if fingerprint is not None:
+            checks.check_has_fingerprint(checkpoint, model)
+        be_quiet()
 
         from .inspecting import verify
 
@@ -645,7 +644,9 @@ def report_command(
     weights; --plot needs matplotlib.
     """
     checks.check_plot(plot)
-    checkpoint = _opened(adapter, revision, wants_progress(as_json))
+    shown = wants_progress(as_json)
+    checkpoint = _checkpoint(adapter, revision, shown)
+    be_quiet(shown)
 
     from .inspecting import report_on
 
@@ -726,9 +727,14 @@ def convert_command(
     checks.check_name(name)
     checks.check_file(report)
     checks.check_folder(dst)
+    shown = wants_progress(False)
     if to in FORMATS:
-        checks.refuse_to_replace(Path(dst), to)
-    checkpoint = _opened(src, revision, wants_progress(False))
+        checks.refuse_to_replace(dst, to)
+    checkpoint = _checkpoint(src, revision, shown)
+    if to not in FORMATS:
+        checks.refuse_to_replace(dst, checkpoint.format)
+    be_quiet(shown)
+
     from .converting import convert, convert_method
 
     if to in FORMATS:
@@ -791,8 +797,12 @@ def export_command(
     checks.check_name(options["name"])
     if merge:
         checks.check_new(dst)
-    checks.check_folder(dst)
-    checkpoint = _opened(src, revision, wants_progress(as_json))
+    else:
+        checks.check_folder(dst)
+        checks.refuse_to_replace(dst, "peft")
+    shown = wants_progress(as_json)
+    checkpoint = _checkpoint(src, revision, shown)
+    be_quiet(shown)
 
     from .converting import export, export_merged
 
@@ -832,16 +842,13 @@ def merge_command(
     of transformers that has such a head; if there is none, BASE keeps its class and head.
     """
     checks.check_new(out)
-    checkpoint = _opened(adapter, revision, wants_progress(False))
+    shown = wants_progress(False)
+    checkpoint = _checkpoint(adapter, revision, shown)
+    be_quiet(shown)
 
     from .converting import merge
 
-    model_class, lost_head, lost_tokenizer = merge(checkpoint, base, out, architecture, head)
-    click.echo(f"{out}: a {model_class}")
-    if lost_head is not None:
-        note(f"The adapter's head has been left out: {lost_head}")
-    if lost_tokenizer is not None:
-        note(f"{lost_tokenizer}; {out!r} has none.")
+    click.echo(f"{out}: a {merge(checkpoint, base, out, architecture, head)}")
 
 
 # --- serving ---
@@ -862,7 +869,7 @@ def merge_command(
 @click.option("--slots", type=click.IntRange(min=1),
               help="Adapters of one kind in one batch.  [default: all, up to 8]")  # fmt: skip
 @click.option("--max-bytes", type=click.IntRange(min=1),
-              help="Most bytes of adapters, on the device and the CPU.  "
+              help="Maximum bytes of adapters, on the device and the CPU.  "
               "[default: no limit]")  # fmt: skip
 @click.option("--num-blocks", type=click.IntRange(min=1),
               help="Blocks of the cache.  [default: as the memory allows]")  # fmt: skip
@@ -883,10 +890,10 @@ def serve_command(
     A request names its adapter in "model": NAME:ADAPTER, or NAME for the base model. The server is
     that of transformers, which pip install 'adapterzoo[serve]' installs.
     """
-    for each in adapters:
-        _seen(each.rpartition("=")[2], None)
     if not all(map(importlib.util.find_spec, ("openai", "uvicorn"))):
         raise ConfigError("openai or uvicorn is missing. Write pip install 'adapterzoo[serve]'.")
+    for each in adapters:
+        _checkpoint(each.rpartition("=")[2], None)
 
     from adapterzoo.serving import server
 
@@ -936,7 +943,7 @@ def push_command(
             results[name] = float(value)
         except ValueError as error:
             raise click.UsageError(f"--metric {metric!r} is not NAME=NUMBER.") from error
-    checks.check_own(path)
+    checks.check_pushable(path)
 
     from adapterzoo import hub
 

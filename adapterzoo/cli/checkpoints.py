@@ -8,14 +8,20 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterzoo import hub
 from adapterzoo.errors import CheckpointError
-from adapterzoo.folders.formats import FORMATS, HEAD_KEY, KINDS, checked_metadata, of
+from adapterzoo.folders.formats import (
+    FOLDER_FORMATS,
+    HEAD_KEY,
+    KINDS,
+    checked_metadata,
+    format_of,
+)  # fmt: skip
 from adapterzoo.folders.names import HEAD_CONFIG, NAMES, wanted
 from adapterzoo.folders.reading import (
     PINNED_DIGITS,
@@ -47,6 +53,7 @@ class CheckpointFolder:
         head: description of the head; None if only a model can give it.
         meta: the author's metadata.
         tensors: the headers of all tensors, by their keys in the file.
+        weights: names of the files that hold these tensors.
         sizes: bytes of each file.
         fingerprint: the `adapter_fingerprint`; None if only a model can give it.
         pinned: the first digits of the fingerprint that the user wrote; None: none.
@@ -63,6 +70,7 @@ class CheckpointFolder:
     head: Mapping[str, Any] | None
     meta: Mapping[str, Any]
     tensors: Mapping[str, Header]
+    weights: Sequence[str]
     sizes: Mapping[str, int]
     fingerprint: str | None
     pinned: str | None
@@ -169,36 +177,38 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     name_or_path, pinned = hub.pinned(path)
     path = os.fspath(name_or_path)
     folder = hub.resolve(path, revision)
-    found = ((kind, of(folder, kind)) for kind in KINDS)
-    kind, format = next((pair for pair in found if pair[1] is not None), ("adapter", None))
+    held = ((kind, format_of(folder, kind)) for kind in KINDS)
+    kind, format = next((pair for pair in held if pair[1] is not None), ("adapter", None))
     if format is None:
         raise no_adapter(path)
     files = wanted(file.name for file in folder.iterdir() if file.is_file())
-    own = None
+    own, found = None, FOLDER_FORMATS[format]
     if format == "native":
-        file = folder / NAMES[kind].native
-        digests = digests_in(file)
-        metadata, tensors = checked_metadata(folder, kind, digests), headers_in(file)
+        weights = [NAMES[kind].native]
+        tensors = headers_in(folder / weights[0])
+        digests = digests_in(folder / weights[0], tensors)
+        metadata = checked_metadata(folder, kind, digests)
         head = metadata.get("head")
         # the file has only some rows of trained embeddings
         if kind == "adapter" and "embeddings" not in metadata:
             adapter = {k: v for k, v in digests.items() if not k.startswith(HEAD_KEY)}
             own = fingerprint_of(_config_in(metadata), adapter)
     else:
-        metadata = read_json(folder / NAMES[kind].config)
-        tensors = {key: header for file in files if not file.endswith(".json")
-                   for key, header in headers_in(folder / file).items()}  # fmt: skip
+        metadata = found.config(folder, kind)
+        weights = [name for name in files if not name.endswith(".json")]
+        tensors = {key: header for name in weights
+                   for key, header in headers_in(folder / name).items()}  # fmt: skip
         has_head = format != "peft" and (folder / HEAD_CONFIG).is_file()
         head = read_json(folder / HEAD_CONFIG) if has_head else None
     if pinned is not None and kind == "head":
         raise CheckpointError(f"{path!r} holds a head, which has no fingerprint. Write {path!r}.")
     if pinned is not None and not (own or pinned).startswith(pinned):
         raise other_fingerprint(str(own), pinned)
-    base, meta = FORMATS[format].base(folder, kind), FORMATS[format].meta(folder, kind)
+    base, meta = found.base(folder, metadata), found.meta(folder, metadata)
     return CheckpointFolder(
         path, folder, kind, format, metadata,
         head if isinstance(head, Mapping) else None, meta if isinstance(meta, Mapping) else {},
-        tensors, {file: (folder / file).stat().st_size for file in files}, own, pinned,
+        tensors, weights, {file: (folder / file).stat().st_size for file in files}, own, pinned,
         base.name, base.revision, base.digest,
     )  # fmt: skip
 

@@ -13,20 +13,29 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import adapterzoo
 from adapterzoo.config import parse_string, split_string
-from adapterzoo.errors import CheckpointError, ConfigError, FieldError, argument, unknown_name
-from adapterzoo.folders.formats import KINDS, of
-from adapterzoo.folders.names import KNOWN_FILES, SETUP
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    FieldError,
+    argument,
+    listing,
+    unknown_name,
+)
+from adapterzoo.folders.formats import KINDS, format_of, holds_another
+from adapterzoo.folders.names import CONFIG, SETUP, file_given, wanted
 from adapterzoo.names import LEGAL
 
 from .rows import nearest
 
-# copies of names in torch and hub.search; a test compares them
+if TYPE_CHECKING:
+    from .checkpoints import CheckpointFolder
+
+# copies of names in torch; a test compares them
 DTYPES = ("float32", "float16", "bfloat16")
-LIBRARIES = ("adapterzoo", "adapters", "peft")
 _DEVICE = re.compile(r"(?:cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(?::\d+)?")
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 _SIZE = re.compile(r"\d+(?:\.\d+)?(?:KB|MB|GB|TB)", re.IGNORECASE)
@@ -54,38 +63,58 @@ def check_options(options: Mapping[str, Any]) -> None:
             check(options[name])
 
 
-def check_own(path: str) -> None:
-    """Check that a folder holds an adapter or a setup.
+def check_pushable(path: str) -> None:
+    """Check that a folder holds an adapter or a setup that can be published.
 
     Args:
-        path: that may not exist.
+        path: path of the folder.
 
     Raises:
-        CheckpointError: there is no such folder, or it holds nothing of the kind.
+        CheckpointError: there is no such folder, or it holds neither.
     """
-    if not Path(path).is_dir():
+    folder = Path(path)
+    if folder.is_file():
+        raise file_given(path)
+    if not folder.is_dir():
         raise CheckpointError(f"there is no folder {path!r}. Write the folder of an adapter.")
-    if not any(Path(path, file).is_file() for file in (*KNOWN_FILES, SETUP)):
-        raise no_adapter(path)
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    if SETUP not in names and CONFIG not in wanted(names):
+        raise CheckpointError(
+            f"{path!r} holds no adapter and no setup; its files: {listing(names)}. Write the "
+            f"folder of an adapter."
+        )
 
 
-def refuse_to_replace(folder: Path, to: str) -> None:
+def check_has_fingerprint(checkpoint: CheckpointFolder, model: str | None) -> None:
+    """Check that the fingerprint of a checkpoint can be known.
+
+    Args:
+        checkpoint: checkpoint of an adapter or a head.
+        model: the base model, or None.
+
+    Raises:
+        CheckpointError: it has none, or it needs the base model.
+    """
+    if checkpoint.kind == "head":
+        raise CheckpointError("a head has no fingerprint. Leave out --fingerprint.")
+    if checkpoint.fingerprint is None and model is None:
+        raise CheckpointError("the fingerprint is not known without the base model. Write --model.")
+
+
+def refuse_to_replace(folder: str, to: str) -> None:
     """Refuse a folder that holds a checkpoint in another format: it may be the only copy.
 
     Args:
-        folder: to be written.
+        folder: folder to be written.
         to: name of the format.
 
     Raises:
         CheckpointError: it holds one.
     """
     for kind in KINDS:
-        there = of(folder, kind)
+        there = format_of(Path(folder), kind)
         if there not in (None, to.removesuffix("-safetensors")):
-            what = "an adapter" if kind == "adapter" else "a head"
-            raise CheckpointError(
-                f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
-            )
+            raise holds_another(Path(folder), kind, there)
 
 
 def no_adapter(path: str) -> CheckpointError:
@@ -284,11 +313,6 @@ def _check_converter(file: str) -> None:
         raise ConfigError(f"there is no file {file!r}.{near}")
 
 
-def _check_library(name: str) -> None:
-    if name not in LIBRARIES:
-        raise unknown_name("", "library", name, LIBRARIES)
-
-
 def _check_hub_name(name: str) -> None:
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a name of the Hub. Write 'user/repository'.")
@@ -319,7 +343,6 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "max_shard_size": _check_size,
     "fingerprint": _check_fingerprint,
     "converter": _check_converter,
-    "library": _check_library,
     "repo": _check_hub_name,
     "base_model": _check_hub_name,
     "architecture": _check_architecture,

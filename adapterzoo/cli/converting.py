@@ -30,7 +30,6 @@ from adapterzoo.serving.servers import servers
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder
-from .checks import refuse_to_replace
 from .foreign import add_changes, changes_by_peft
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 from .output import note
@@ -78,7 +77,6 @@ def convert(
         CheckpointError: the format cannot express the checkpoint, the checkpoint does not fit the
             base model, or the folder cannot be written.
     """
-    refuse_to_replace(Path(folder), to)
     base = base_of(checkpoint, model)
 
     def save(found: Fitted) -> None:
@@ -122,7 +120,6 @@ def convert_method(
             folder cannot be written.
         StateError: the adapter does more than change weights.
     """
-    refuse_to_replace(Path(folder), checkpoint.format)
     base = base_of(checkpoint, model)
     here = {spelling.peft_type for spelling in peft_readable()}
     certificate: Certificate
@@ -205,7 +202,6 @@ def export(
         CheckpointError: the server cannot read the adapter, the adapter does not fit the base
             model, or the folder cannot be written.
     """
-    refuse_to_replace(Path(folder), FORMAT)
     base = base_of(checkpoint, model)
     kind = None if dtype is None else getattr(torch, dtype)
 
@@ -240,11 +236,7 @@ def export_merged(
         max_shard_size: maximum size of a file, such as "5GB"; None: transformers' default.
     """
     base = base_of(checkpoint, model)
-    name, lost, no_tokenizer = merge(checkpoint, base, folder, None, head, max_shard_size)
-    if lost is not None:
-        note(f"The adapter's head has been left out: {lost}")
-    if no_tokenizer is not None:
-        note(f"{no_tokenizer}; {folder!r} has none.")
+    name = merge(checkpoint, base, folder, None, head, max_shard_size)
     lines = [line.format(folder=folder) for line in servers.find(serve).merged]
     return {"server": serve, "class": name, "commands": lines}
 
@@ -256,8 +248,8 @@ def merge(
     architecture: str | None,
     with_head: bool,
     max_shard_size: str | None = None,
-) -> tuple[str, str | None, str | None]:
-    """Write a plain model with an adapter merged into its weights.
+) -> str:
+    """Write a plain model with an adapter merged into its weights; note what it lacks.
 
     Args:
         checkpoint: checkpoint of an adapter.
@@ -269,8 +261,7 @@ def merge(
         max_shard_size: maximum size of a file, such as "5GB"; None: transformers' default.
 
     Returns:
-        The class of transformers; why the adapter's head was left out, or None; why there is no
-        tokenizer, or None.
+        The class of transformers.
 
     Raises:
         CheckpointError: the adapter or its head does not fit, or the folder cannot be written.
@@ -280,13 +271,13 @@ def merge(
     if architecture is not None:
         task_class(architecture)
     config = load(AutoConfig, base)
-    tokenizer, lost_tokenizer = None, None
+    tokenizer = None
     try:
         # without this file, transformers makes up a tokenizer
         cached_file(base, "tokenizer_config.json")
         tokenizer = load(AutoTokenizer, base)
     except OSError:
-        lost_tokenizer = f"No tokenizer of {base!r} was found"
+        note(f"No tokenizer of {base!r} was found; {out!r} has none.")
     own = next(iter(config.architectures or ()), None)
     target = _Target(architecture or own)
     if with_head:
@@ -313,7 +304,9 @@ def merge(
     PreTrainedModel.save_pretrained(model, out, state_dict=plain, **shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
-    return type(model).__name__, target.lost, lost_tokenizer
+    if target.lost is not None:
+        note(f"The adapter's head has been left out: {target.lost}")
+    return type(model).__name__
 
 
 def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target:

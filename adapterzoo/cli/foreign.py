@@ -19,6 +19,7 @@ from adapterzoo.anatomy import in_whole
 from adapterzoo.config import change_forms
 from adapterzoo.contracts import widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError
+from adapterzoo.folders.names import NAMES
 from adapterzoo.inject.layers import stores_transposed
 from adapterzoo.model.activation import refuse_taken
 from adapterzoo.model.adapters import bring_in
@@ -34,7 +35,7 @@ from adapterzoo.model.conversion.certificate import Certificate
 from adapterzoo.model.state import AdaptedModel, base_prefix, layer_in
 from adapterzoo.names import check_name
 
-_TENSORS = "adapter_model.safetensors"
+_TENSORS = NAMES["adapter"].peft[0]
 
 
 class Foreign(NamedTuple):

@@ -62,7 +62,7 @@ def verify(
         )
     tensors = {
         key: tensor
-        for file in checkpoint.sizes if not file.endswith(".json")
+        for file in checkpoint.weights
         for key, tensor in read_tensors(checkpoint.folder / file).items()
     }  # fmt: skip
     # torch.isfinite does not support 8-bit dtypes
@@ -74,10 +74,6 @@ def verify(
         )
     facts = facts_of(checkpoint, model)
     found = facts["fingerprint"]
-    if fingerprint is not None and checkpoint.kind == "head":
-        raise CheckpointError("a head has no fingerprint. Leave out --fingerprint.")
-    if fingerprint is not None and found is None:
-        raise CheckpointError("the fingerprint is not known without the base model. Write --model.")
     if fingerprint not in (None, found):
         raise CheckpointError(
             f"the fingerprint is {found!r}, not {fingerprint!r}. Copy the adapter again."
@@ -102,8 +98,8 @@ def prove(
         converter: the converter of llama.cpp, which is run; None: its rules are followed instead.
 
     Raises:
-        CheckpointError: a folder or the model cannot be read, or an adapter has another fingerprint
-            than the user wrote.
+        CheckpointError: a folder or the model cannot be read, or an adapter has a fingerprint
+            other than the one the user wrote.
     """
     for each in filter(None, (checkpoint, original)):
         if each.pinned is not None:

@@ -555,7 +555,9 @@ class _TokenClassification(Task):
 
 
 def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, first word and end of each entity; a tag without B- or I-, except O, is one.
+    """Yield kind, first word and end of each entity.
+
+    A tag other than O without B- or I- is an entity of its own.
 
     Args:
         tags: tags of a sentence.
@@ -705,7 +707,7 @@ class _QuestionAnswering(Task):
 
 
 def _plain(text: str) -> list[str]:
-    """Return the words of an answer in lower case, without punctuation and articles, as SQuAD."""
+    """Return the words of an answer as SQuAD does: lower case, no punctuation, no articles."""
     words = re.sub(r"[^\w\s]", "", text.casefold()).split()
     return [word for word in words if word not in ("a", "an", "the")]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, listing, short
 
 from .names import CONFIG, NAMES, Kind
 from .reading import AGAIN, fields_of, fingerprint_of, metadata_in, read_json
@@ -58,23 +58,54 @@ class FolderFormat:
         recognizes: returns whether a folder, which may not exist, holds an adapter, a head alone
             or a fusion in this format. It looks only at file names and a config, and also
             recognizes damaged files, so that reading can say what is wrong with them.
-        base: returns the model that an adapter or a head was trained on.
-        meta: returns the author's metadata of an adapter or a head.
+        config: returns the config of an adapter or a head; in our format, the metadata.
+        base: returns the model that an adapter or a head with such a config was trained on.
+        meta: returns the author's metadata of an adapter or a head with such a config.
     """
 
     recognizes: Callable[[Path, Kind], bool]
-    base: Callable[[Path, Kind], Base]
-    meta: Callable[[Path, Kind], Any]
+    config: Callable[[Path, Kind], dict[str, Any]]
+    base: Callable[[Path, Mapping[str, Any]], Base]
+    meta: Callable[[Path, Mapping[str, Any]], Any]
 
 
-def of(folder: Path, kind: Kind) -> str | None:
+def format_of(folder: Path, kind: Kind) -> str | None:
     """Return the name of the first format that recognizes a folder; None: none does."""
-    return next((name for name, f in FORMATS.items() if f.recognizes(folder, kind)), None)
+    found = (name for name, each in FOLDER_FORMATS.items() if each.recognizes(folder, kind))
+    return next(found, None)
+
+
+def base_in(folder: Path, format: str) -> Base:
+    """Return the model that the adapter in a folder was trained on.
+
+    Args:
+        folder: folder of an adapter.
+        format: name of its format.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    found = FOLDER_FORMATS[format]
+    return found.base(folder, found.config(folder, "adapter"))
+
+
+def holds_another(folder: Path, kind: Kind, there: str) -> CheckpointError:
+    """Return the error for a folder that holds a checkpoint in another format.
+
+    Args:
+        folder: folder to be written.
+        kind: kind of what it holds.
+        there: name of its format.
+    """
+    what = "an adapter" if kind == "adapter" else "a head"
+    return CheckpointError(
+        f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
+    )
 
 
 # --- ours ---
 
-VERSION = 1
+NATIVE_VERSION = 1
 # two slashes: a site cannot have such a key, not even one called "head"
 HEAD_KEY = "head//"
 HASH = "sha256"
@@ -105,9 +136,9 @@ def checked_metadata(folder: Path, kind: Kind, digests: Mapping[str, str]) -> di
     """Return the metadata of an adapter or a head in our format, checked.
 
     Args:
-        folder: that holds it.
+        folder: folder that holds it.
         kind: the kind of checkpoint.
-        digests: of its tensors.
+        digests: digests of its tensors.
 
     Raises:
         CheckpointError: the file is missing, damaged or of a newer version, it is not what was
@@ -116,9 +147,9 @@ def checked_metadata(folder: Path, kind: Kind, digests: Mapping[str, str]) -> di
     file = folder / NAMES[kind].native
     metadata = native_metadata(file)
     version = metadata.get("version")
-    if version != VERSION:
+    if version != NATIVE_VERSION:
         raise CheckpointError(
-            f"{str(file)!r} has version {version!r}, not {VERSION}. "
+            f"{str(file)!r} has version {version!r}, not {NATIVE_VERSION}. "
             "Write pip install -U adapterzoo."
         )
     expected = metadata.pop(HASH, None)
@@ -149,8 +180,10 @@ def _native(folder: Path, kind: Kind) -> dict[str, Any]:
 
 # --- AdapterHub's ---
 
-COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
-FIELDS = frozenset((*COMMON, "adapter_names", "config", "version", REVISION, DIGEST))
+ADAPTERHUB_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
+ADAPTERHUB_FIELDS = frozenset(
+    (*ADAPTERHUB_COMMON, "adapter_names", "config", "version", REVISION, DIGEST)
+)
 """The fields of AdapterHub's configs; other fields are of the author."""
 
 
@@ -162,7 +195,7 @@ def _is_adapterhub(folder: Path, kind: Kind) -> bool:
 
 def meta_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of AdapterHub's config."""
-    return {key: value for key, value in values.items() if key not in FIELDS}
+    return {key: value for key, value in values.items() if key not in ADAPTERHUB_FIELDS}
 
 
 # --- PEFT's ---
@@ -180,8 +213,8 @@ def is_config_of_peft(file: Path) -> bool:
     return "peft_type" in fields_of(file)
 
 
-def _base_of_peft(folder: Path, kind: Kind) -> Base:
-    values = {**read_json(folder / CONFIG), **beside_peft(folder, BASE)}
+def _base_of_peft(folder: Path, config: Mapping[str, Any]) -> Base:
+    values = {**config, **beside_peft(folder, BASE)}
     return base_of(values, "base_model_name_or_path", "revision")
 
 
@@ -195,23 +228,19 @@ def beside_peft(folder: Path, key: str) -> dict[str, Any]:
     return (metadata_in(file, key) if file.is_file() else None) or {}
 
 
-FORMATS: Mapping[str, FolderFormat] = {
+def _json(folder: Path, kind: Kind) -> dict[str, Any]:
+    return read_json(folder / NAMES[kind].config)
+
+
+FOLDER_FORMATS: Mapping[str, FolderFormat] = {
     "native": FolderFormat(
-        _is_native,
-        lambda folder, kind: base_of(_native(folder, kind)),
-        lambda folder, kind: _native(folder, kind).get("meta"),
+        _is_native, _native, lambda _, config: base_of(config), lambda _, config: config.get("meta")
     ),
     "adapterhub": FolderFormat(
-        _is_adapterhub,
-        lambda folder, kind: base_of(read_json(folder / NAMES[kind].config)),
-        lambda folder, kind: meta_of(read_json(folder / NAMES[kind].config)),
+        _is_adapterhub, _json, lambda _, config: base_of(config), lambda _, config: meta_of(config)
     ),
-    "peft": FolderFormat(_is_peft, _base_of_peft, lambda folder, _: beside_peft(folder, META)),
+    "peft": FolderFormat(
+        _is_peft, _json, _base_of_peft, lambda folder, _: beside_peft(folder, META)
+    ),
 }
 """In the order in which a folder is checked."""
-
-
-def short(value: object) -> str:
-    """Return a value of a file as messages show it, at most 100 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
+
+from adapterzoo.errors import CheckpointError
 
 Kind = Literal["adapter", "head", "adapter_fusion"]
 
@@ -25,7 +29,7 @@ class FileNames(NamedTuple):
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
-        """Names of files that cannot be in use together; of each tuple, the first one is read.
+        """Alternative names of each tensor file; the first that exists is read.
 
         Safetensors come first, as they cannot hold code.
         """
@@ -56,9 +60,20 @@ INTERFACE = "adapter_interface.json"
 SETUP = "adapter_setup.json"
 CARD = "README.md"
 _WEIGHTS = [names for each in NAMES.values() for names in each.weights]
-_CONFIGS = (*(names.config for names in NAMES.values()), INTERFACE)
+_CONFIGS = (CONFIG, HEAD_CONFIG, FUSION_CONFIG, INTERFACE)
 KNOWN_FILES = [*(name for names in _WEIGHTS for name in names), *_CONFIGS]
 """All names that a file of an adapter may have."""
+
+
+def file_given(path: str | os.PathLike[str]) -> CheckpointError:
+    """Return the error for the path of a file where a folder is needed.
+
+    Args:
+        path: path of the file.
+    """
+    is_ours = Path(path).name in (*KNOWN_FILES, SETUP)
+    folder = f"that holds it, {str(Path(path).parent)!r}" if is_ours else "of an adapter"
+    return CheckpointError(f"{os.fspath(path)!r} is a file. Write the folder {folder}.")
 
 
 def wanted(names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""JSON, and the headers of files of tensors. Files are not trusted.
+"""JSON, and the headers of tensor files. Files are not trusted.
 
 Only regular files are opened, the sizes of configs and headers are limited, and pickles are read
 without running code.
@@ -14,6 +14,7 @@ import pickle
 import stat
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +41,20 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
         CheckpointError: the file is missing, too large, not JSON or not an object.
     """
     try:
-        check_regular(file)
+        _check_regular(file)
         size = file.stat().st_size
         text = file.read_bytes() if size <= MAX_JSON else b""
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}. {hint}.") from error
+        raise _unreadable(file, error, hint) from error
     if size > MAX_JSON:
         raise CheckpointError(f"{str(file)!r} has {size:,} bytes, too many for a config. {hint}.")
     return _object(text, repr(str(file)), hint)
+
+
+def _unreadable(file: Path, error: OSError, hint: str = AGAIN) -> CheckpointError:
+    return CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}. {hint}.")
 
 
 def fields_of(file: Path) -> dict[str, Any]:
@@ -82,7 +89,7 @@ def _number(text: str) -> float:
     return number
 
 
-def check_regular(file: Path) -> None:
+def _check_regular(file: Path) -> None:
     """Refuse pipes and devices, which might never end.
 
     A link to a regular file is accepted: huggingface_hub's cache consists of these.
@@ -102,7 +109,7 @@ MAX_HEADER = 32 * 2**20
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor.
+    """What a file says about a tensor.
 
     Attributes:
         dtype: its name in torch.
@@ -116,8 +123,10 @@ class Header(NamedTuple):
 # names in safetensors files, and classes of storages in pickles → names in torch
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "C64": "complex64", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool",
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
@@ -132,18 +141,23 @@ _DAMAGED = (
 
 @contextlib.contextmanager
 def guarded(file: Path) -> Iterator[None]:
-    """Check that a file of tensors is regular, and turn every error of a damaged one into one.
+    """Check that a tensor file is regular, and raise one error for all that a damaged file raises.
 
     Raises:
-        CheckpointError: the file is missing, not regular or damaged, or it holds code.
+        CheckpointError: the file is missing, cannot be read, is not regular or is damaged, or it
+            holds code.
     """
     try:
-        check_regular(file)
+        _check_regular(file)
         yield
     except CheckpointError:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read: {error.strerror}. {AGAIN}."
+        ) from error
     except _DAMAGED as error:
         # torch's next sentence says how to run the code anyway
         reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
@@ -158,7 +172,7 @@ def opened(file: Path, framework: str = "numpy") -> Iterator[Any]:
 
     Args:
         file: the file.
-        framework: of the tensors that are read; `"numpy"` is enough for headers.
+        framework: library of the tensors that are read; `"numpy"` is enough for headers.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -184,7 +198,7 @@ def metadata_in(file: Path, key: str) -> dict[str, Any] | None:
 
 
 def headers_in(file: Path) -> dict[str, Header]:
-    """Return what a `.safetensors` file, or a pickle that torch wrote, says of its tensors.
+    """Return what a `.safetensors` file, or a pickle that torch wrote, says about its tensors.
 
     Raises:
         CheckpointError: the file is damaged, or holds code or anything other than tensors.
@@ -197,7 +211,7 @@ def headers_in(file: Path) -> dict[str, Header]:
                 for key, each in slices.items()
             }
     with guarded(file):
-        if is_zip(file):
+        if check_archive(file):
             with zipfile.ZipFile(file) as archive:
                 name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
                 with archive.open(name) as stream:
@@ -207,14 +221,20 @@ def headers_in(file: Path) -> dict[str, Header]:
             with file.open("rb") as stream:
                 *_, loaded = (_Headers(stream).load() for _ in range(4))
     if not isinstance(loaded, dict) or not all(
-        isinstance(key, str) and isinstance(value, Header) for key, value in loaded.items()
+        isinstance(key, str) and _is_header(value) for key, value in loaded.items()
     ):
         raise CheckpointError(f"{str(file)!r} does not map names to plain tensors. {AGAIN}.")
     return dict(sorted(loaded.items()))
 
 
-def is_zip(file: Path) -> bool:
-    """Return whether a file is an archive, as torch has written since 1.6.
+def _is_header(value: object) -> bool:
+    if not isinstance(value, Header) or value.dtype not in _DTYPES.values():
+        return False
+    return all(isinstance(size, int) and size >= 0 for size in value.shape)
+
+
+def check_archive(file: Path) -> bool:
+    """Check an archive, as torch has written since 1.6; return whether the file is one.
 
     Raises:
         CheckpointError: it would need more memory than it has bytes.
@@ -239,8 +259,8 @@ class _Headers(pickle.Unpickler):
         """Return what stands for a tensor or a storage; nothing else is allowed.
 
         Args:
-            module: of the name.
-            name: in the pickle.
+            module: module of the name.
+            name: name in the pickle.
 
         Raises:
             UnpicklingError: the name is another one.
@@ -248,7 +268,12 @@ class _Headers(pickle.Unpickler):
         if module == "torch._utils" and name in _REBUILT:
             return _REBUILT[name]
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            # torch gives it attributes
+            return OrderedDict
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return lambda make, _type, given, _state: make(*given)
+        if module.startswith("torch") and name in ("Tensor", "Parameter", "Buffer"):
+            return name
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         # a newer dtype is an argument of its own
@@ -272,6 +297,7 @@ _REBUILT: Mapping[str, Callable[..., Header]] = {
     "_rebuild_tensor_v2": lambda dtype, _offset, shape, *_: Header(dtype, tuple(shape)),
     "_rebuild_tensor_v3": lambda *given: Header(given[6], tuple(given[2])),
     "_rebuild_parameter": lambda header, *_: header,
+    "_rebuild_parameter_with_state": lambda header, *_: header,
 }
 
 
@@ -294,16 +320,18 @@ def digest(dtype: str, shape: Iterable[int], data: Any) -> str:
     return hashed.hexdigest()[:32]
 
 
-def digests_in(file: Path) -> dict[str, str]:
+def digests_in(file: Path, headers: Mapping[str, Header]) -> dict[str, str]:
     """Return the digest of each tensor in a safetensors file.
+
+    Args:
+        file: path of the file.
+        headers: headers of its tensors, which `headers_in` has read and checked.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    headers = headers_in(file)
     with guarded(file), file.open("rb") as stream:
         size = 8 + int.from_bytes(stream.read(8), "little")
-        # the header has been checked by safetensors
         entries = json.loads(stream.read(size - 8))
         found = {}
         for key, header in headers.items():

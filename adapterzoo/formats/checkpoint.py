@@ -1,8 +1,9 @@
 """Checkpoints: their contents, the interface of a format, reading and writing of folders.
 
-A format is a file or package in this folder that registers itself. It reads a folder, which
-`folders.formats` recognizes, as a `Checkpoint`, and encodes a checkpoint as the files of a folder.
-It does not write them, so a checkpoint that it cannot express raises before the disk has changed.
+A format is a file or package in this folder that registers itself, with an entry in
+`folders.formats.FOLDER_FORMATS` that recognizes its folders. It reads a folder as a `Checkpoint`,
+and encodes a checkpoint as the files of a folder. It does not write them, so a checkpoint that it
+cannot express raises before the disk has changed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.config import AdapterConfig, Placement
-from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.folders.formats import KINDS, NATIVE, of, short
-from adapterzoo.folders.names import CONFIG, HEAD_CONFIG, NAMES, Kind
+from adapterzoo.errors import CheckpointError, argument, in_python, listing, short
+from adapterzoo.folders.formats import KINDS, NATIVE, format_of, holds_another
+from adapterzoo.folders.names import CONFIG, HEAD_CONFIG, NAMES, Kind, file_given
 from adapterzoo.folders.reading import metadata_in, read_json
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods._copies import all_placements
@@ -209,7 +210,7 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
 def below(folder: Path, kind: Kind) -> list[Path]:
     """Return the sub-folders that a format recognizes; hidden ones do not count."""
     folders = (each for each in sorted(folder.glob("*/")) if not each.name.startswith("."))
-    return [each for each in folders if of(each, kind) is not None]
+    return [each for each in folders if format_of(each, kind) is not None]
 
 
 def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
@@ -225,12 +226,10 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
             damaged.
     """
     if folder.is_file():
-        raise CheckpointError(
-            f"{str(folder)!r} is a file. Write the folder that holds it, {str(folder.parent)!r}."
-        )
+        raise file_given(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r}: no such folder. Write the folder of save_{kind}.")
-    name = of(folder, kind)
+    name = format_of(folder, kind)
     if name is None:
         raise CheckpointError(
             f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); its files: "
@@ -314,7 +313,7 @@ def write(
     contents = encoded(checkpoint, kind, name, info) if contents is None else contents
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     for held in dict.fromkeys((*KINDS, kind)):
-        there = of(folder, held)
+        there = format_of(folder, held)
         if there is None:
             continue
         own = {*formats[there].owned(held)}
@@ -323,9 +322,6 @@ def write(
             stale |= own
         # a checkpoint of the other kind may stay if they share no file, or if all its files go
         elif is_other and not own <= stale and own & (touched | stale):
-            what = "an adapter" if held == "adapter" else "a head"
-            raise CheckpointError(
-                f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
-            )
+            raise holds_another(folder, held, there)
     files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
     files.write_all(folder, contents, touched | stale)

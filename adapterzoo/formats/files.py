@@ -28,13 +28,14 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.folders.formats import NATIVE
+from adapterzoo.folders.names import NAMES, Kind
 from adapterzoo.folders.reading import (
     AGAIN,
     MAX_HEADER,
     MAX_JSON,
+    check_archive,
     fields_of,
     guarded,
-    is_zip,
     opened,
 )  # fmt: skip
 
@@ -196,7 +197,7 @@ def _configs(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (each.st_ino, each.st_mtime_ns) for name, each in stats.items()}
 
 
-def warn_of_another(folder: Path, kind: str, name: object) -> None:
+def warn_of_another(folder: Path, kind: Kind, name: object) -> None:
     """Warn if saving to a folder replaces something of another name.
 
     Args:
@@ -204,7 +205,7 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
         kind: the kind of content: "adapter", "head" or the like.
         name: name of what is saved.
     """
-    there = fields_of(folder / f"{kind}_config.json").get("name")
+    there = fields_of(folder / NAMES[kind].config).get("name")
     if isinstance(there, str) and there != name:
         _LOG.warning(
             "%r held the %s %r, which %r replaces. Write another folder to keep both.",
@@ -258,7 +259,7 @@ def read_tensor(file: Path) -> Tensor:
 
 def _unpickled(file: Path) -> Any:
     with guarded(file):
-        is_zip(file)
+        check_archive(file)
         return torch.load(file, map_location="cpu", weights_only=True)
 
 

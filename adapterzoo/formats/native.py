@@ -20,7 +20,7 @@ from adapterzoo.folders.formats import (
     HASH,
     HEAD_KEY,
     NATIVE,
-    VERSION,
+    NATIVE_VERSION,
     checked_metadata,
     native_metadata,
 )  # fmt: skip
@@ -38,7 +38,7 @@ FUSION: Kind = "adapter_fusion"
 def encode(checkpoint: Checkpoint, kind: Kind) -> dict[str, bytes]:
     """Return the contents of the two files."""
     tensors = keyed(checkpoint)
-    metadata = hashed({"format": FORMAT, "version": VERSION, **checkpoint.metadata}, tensors)
+    metadata = hashed({"format": FORMAT, "version": NATIVE_VERSION, **checkpoint.metadata}, tensors)
     written = files.tensor_bytes(tensors, {NATIVE: metadata})
     del metadata[HASH]
     return {NAMES[kind].native: written, NAMES[kind].config: files.json_bytes(metadata)}

@@ -36,8 +36,15 @@ OPTIONS = "cache_dir", "force_download", "local_files_only", "revision", "token"
 """The arguments of `resolve` besides the folder or name."""
 
 
+# what publishes an adapter imports torch
+_OF_UPLOAD = ("CardText", "completed_card", "push")
+
+
 def __getattr__(name: str) -> Any:
-    # what publishes an adapter imports torch
-    if name in ("CardText", "completed_card", "push"):
+    if name in _OF_UPLOAD:
         return getattr(importlib.import_module(".upload", __name__), name)
-    raise no_attribute(__name__, name, __all__, lambda _: [])
+    raise no_attribute(__name__, name, __dir__(), lambda _: [])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from adapterzoo.errors import CheckpointError, ConfigError, HubError
-from adapterzoo.folders.names import KNOWN_FILES
+from adapterzoo.folders.names import file_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,7 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         path = Path(name)
         if path.is_dir():
             return path
-        is_ours = path.name in KNOWN_FILES
-        folder = f"that holds it, {str(path.parent)!r}" if is_ours else "of an adapter"
-        raise CheckpointError(f"{os.fspath(name)!r} is a file. Write the folder {folder}.")
+        raise file_given(name)
     text = os.fspath(name)
     parts = text.rstrip("/").split("/")
     is_path = text.startswith("~") or "\\" in text or ":" in text or len(parts) == 1

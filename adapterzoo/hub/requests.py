@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils.tqdm import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from adapterzoo.errors import AdapterZooError, HubError
 
@@ -52,7 +52,8 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
         if isinstance(secret, str) and secret.strip():
             reason = reason.replace(secret.strip(), "<token>")
     # do not chain the failure, which may show a token
-    raise HubError(f"{target}: {_SECRET.sub('<token>', reason)}") from None
+    told = _SECRET.sub("<token>", reason).rstrip(".")
+    raise HubError(f"{target}: {told}.") from None
 
 
 def hide_progress() -> None:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from adapterzoo.composition import fusions_of
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, listing, names_call
-from adapterzoo.folders.formats import FORMATS, REVISION, Base, of
+from adapterzoo.folders.formats import REVISION, Base, base_in, format_of
 from adapterzoo.folders.names import CARD, CONFIG, KNOWN_FILES, NAMES, SETUP, wanted
 from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files, native, setup_files
@@ -274,8 +274,8 @@ def adapter_card(
         model = f"[{base}](https://huggingface.co/{base})"
     elif model_type:
         model = f"a model of type `{model_type}`"
-    format = of(folder, "adapter")
-    origin = Base(None) if format is None else FORMATS[format].base(folder, "adapter")
+    format = format_of(folder, "adapter")
+    origin = Base(None) if format is None else base_in(folder, format)
     facts = [] if origin.digest is None else [f"digest `{origin.digest}`"]
     if origin.revision is not None and origin.name == base:
         facts.insert(0, f"revision `{origin.revision}`")

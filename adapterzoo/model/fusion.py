@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapterzoo import formats, inject
 from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse
 from adapterzoo.errors import CheckpointError, CompositionError, DuplicateNameError
-from adapterzoo.folders.formats import of
+from adapterzoo.folders.formats import format_of
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.methods._parts import Gate
@@ -258,7 +258,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
     for path, layer in made.items():
         fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
     enter_head = None
-    if asked.with_head and of(folder, "head") is not None:
+    if asked.with_head and format_of(folder, "head") is not None:
         _, enter_head = checkpointing.read_head(model, folder, asked)
     enter(model, fuse, config, made, asked.set_active)
     if enter_head is not None:

@@ -19,7 +19,8 @@ from adapterzoo.anatomy import without_wrappers
 from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.folders.formats import VERSION
+from adapterzoo.folders.formats import NATIVE_VERSION
+from adapterzoo.folders.names import NAMES, Kind
 from adapterzoo.formats import files, fit, native
 from adapterzoo.formats.checkpoint import Checkpoint
 
@@ -122,7 +123,7 @@ def save_trained(model: AdaptedModel, folder: Path, part: Part | None = None) ->
         fusion.save(model, folder / name, Fuse(*adapters, name=name))
     sharding.reshard(model)
     if tensors := sharding.gathered(unfrozen(model, part.trained)):
-        document = {"format": native.FORMAT, "version": VERSION}
+        document = {"format": native.FORMAT, "version": NATIVE_VERSION}
         write = functools.partial(files.write_tensors, folder / UNFROZEN, document, tensors)
         sharding.in_first_process(model, write)
 
@@ -197,12 +198,13 @@ def _apart(part: Part) -> dict[str, str]:
 
 def _filled(model: AdaptedModel, folder: Path, part: Part) -> Iterator[_Filled]:
     apart, state = _apart(part), model._adapter_state
-    for kind, names in (
-        ("adapter", list(part.adapters)),
-        ("head", list(apart.values())),
-        (native.FUSION, list(part.fusions)),
-    ):
-        there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
+    expected: dict[Kind, list[str]] = {
+        "adapter": list(part.adapters),
+        "head": list(apart.values()),
+        native.FUSION: list(part.fusions),
+    }
+    for kind, names in expected.items():
+        there = sorted(path.parent.name for path in folder.glob(f"*/{NAMES[kind].native}"))
         kinds = "fusions" if kind == native.FUSION else f"{kind}s"
         if there != sorted(names):
             raise CheckpointError(

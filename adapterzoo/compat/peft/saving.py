@@ -21,7 +21,7 @@ from adapterzoo import hub
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
 from adapterzoo.folders.formats import META, beside_peft
-from adapterzoo.folders.names import CONFIG
+from adapterzoo.folders.names import CARD, CONFIG
 from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files
 from adapterzoo.formats import peft as format_of_peft
@@ -337,7 +337,7 @@ def write_card(model: Any, folder: Path) -> None:
         model: a model with adapters.
         folder: folder of the card.
     """
-    path, base = folder / "README.md", name_of(model)
+    path, base = folder / CARD, name_of(model)
     kinds = (getattr(c.peft_type, "value", c.peft_type) for c in configs_of(model).values())
     tags = sorted({str(kind).lower() for kind in kinds})
     tags += ["transformers"] if not is_plain(model) else []

@@ -29,7 +29,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig, ConfigUnion, defaults, union_of
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
-from adapterzoo.folders.formats import COMMON, FIELDS, base_of, meta_of
+from adapterzoo.folders.formats import ADAPTERHUB_COMMON, ADAPTERHUB_FIELDS, base_of, meta_of
 from adapterzoo.folders.names import FUSION_CONFIG, NAMES, Kind
 from adapterzoo.folders.reading import AGAIN, read_json
 from adapterzoo.formats import files, fit
@@ -465,7 +465,7 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) 
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
-    common = {key: metadata.get(key) for key in COMMON}
+    common = {key: metadata.get(key) for key in ADAPTERHUB_COMMON}
     contents: dict[str, bytes] = {}
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
@@ -498,7 +498,7 @@ def _files(
         CheckpointError: one of its keys is such a field.
     """
     meta = meta or {}
-    if taken := sorted(FIELDS & meta.keys()):
+    if taken := sorted(ADAPTERHUB_FIELDS & meta.keys()):
         raise inexpressible(
             f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
         )

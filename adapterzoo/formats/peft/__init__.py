@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.folders.formats import BASE, DIGEST, FORMATS, META, beside_peft
+from adapterzoo.folders.formats import BASE, DIGEST, FOLDER_FORMATS, META, beside_peft
 from adapterzoo.folders.names import CONFIG, NAMES, Kind
 from adapterzoo.folders.reading import read_json
 from adapterzoo.formats import files
@@ -29,8 +29,9 @@ FILES = NAMES["adapter"].peft
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-    found = decoded(read_json(folder / CONFIG), files.tensors_in(folder, FILES), info)
-    base, meta = FORMATS["peft"].base(folder, kind), beside_peft(folder, META)
+    config = read_json(folder / CONFIG)
+    found = decoded(config, files.tensors_in(folder, FILES), info)
+    base, meta = FOLDER_FORMATS["peft"].base(folder, config), beside_peft(folder, META)
     found.metadata |= {"meta": meta, "model_name": base.name, **base.entries()}
     return found
 

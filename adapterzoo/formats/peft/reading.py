@@ -39,8 +39,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import HEAD, Anatomy, Site
 from adapterzoo.config import AdapterConfig, Check, Text, checks, union_of
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.folders.formats import short
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing, short
 from adapterzoo.folders.names import CONFIG
 from adapterzoo.folders.reading import AGAIN
 from adapterzoo.formats.checkpoint import method_of, places_of, shared_key

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hosts, hub
 from adapterzoo.errors import CheckpointError, HubError, in_python, listing, naming
-from adapterzoo.folders.formats import FORMATS, Base, of
+from adapterzoo.folders.formats import Base, base_in, format_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,14 +59,14 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     path, fingerprint = hub.pinned(path)
     if (folder := _without_model(path, asked)) is None:
         return None
-    if (format := of(folder, "adapter")) is None:
+    if (format := format_of(folder, "adapter")) is None:
         if inner := formats.below(folder, "adapter"):
             raise CheckpointError(
                 f"{str(path)!r} holds {listing([each.name for each in inner])}. Write "
                 f"from_pretrained({str(inner[0])!r})."
             )
         return None
-    base = FORMATS[format].base(folder, "adapter")
+    base = base_in(folder, format)
     if base.name is None:
         raise CheckpointError(
             f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "

@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import StateError, naming
+from adapterzoo.folders.names import INTERFACE as INTERFACE_FILE
 from adapterzoo.inject.adapted import positions_of, set_class
 from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model import batches
@@ -416,7 +417,7 @@ def load_model(
     given = interface
     # a saved model has its interface beside it
     is_path = isinstance(path, (str, os.PathLike))
-    if given is None and is_path and (Path(path) / INTERFACE).is_file():
+    if given is None and is_path and (Path(path) / INTERFACE_FILE).is_file():
         given = path
     if given is not None:
         kwargs[INTERFACE] = given
