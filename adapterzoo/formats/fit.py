@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError, argument, in_python, listing
+from adapterzoo.errors import CheckpointError, argument, counted, in_python, listing
 
 
 def digest(tensor: Tensor) -> str:
@@ -137,7 +137,7 @@ def check_fit(
         rest = len(lines) - _SHOWN
         shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"{len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
+            f"{counted(len(lines), 'difference')} from this {model}; nothing "
             f"has been loaded:\n  " + "\n  ".join(shown)
         )
 

@@ -111,8 +111,9 @@ def average(
     refuse_taken(model, name, overwrite_ok)
     shown = listing(names, limit=len(names))
     if with_tables := [each for each in names if copies.tables_of(model, each)]:
+        has = "has" if len(with_tables) == 1 else "have"
         raise CompositionError(
-            f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
+            f"{listing(with_tables)} {has} trained embeddings, and tables of tokens are not "
             f"averaged. Write set_active_adapters(Average({shown}))."
         )
     kinds = dict.fromkeys(config.architecture for config in configs)
