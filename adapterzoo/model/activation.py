@@ -454,7 +454,9 @@ def refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
     """Refuse a setup with a `Fuse` that has no fusion layers.
 
     Raises:
-        StateError: it has none.
+        ConfigError: an adapter of a `Fuse` cannot be fused.
+        SiteError: the adapters of a `Fuse` have different sites.
+        StateError: a `Fuse` has no fusion layers, or has those of other adapters.
     """
     fusions = model._adapter_state.fusions
     for fuse in fusions_of(setup):
