@@ -67,7 +67,7 @@ def weighted(
     total = float(sum(found)) if normalize else 1.0
     if total == 0 or math.isinf(total):
         raise ConfigError(
-            f"weights={list(found)!r}: their sum is {total:g}, and they would be divided by it. "
+            f"weights={list(found)!r}: they sum to {total:g} and cannot be normalized. "
             f"Write normalize_weights=False."
         )
     return tuple(names), tuple(float(weight) / total for weight in found)

@@ -137,6 +137,16 @@ def listing(
     return ", ".join(shown[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as `1 row` or `2 rows`.
+
+    Args:
+        count: how many there are.
+        noun: in the singular; its plural ends with s.
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def columns(rows: Iterable[Sequence[str]], right: Iterable[bool]) -> list[str]:
     """Return the rows of a table as lines.
 
@@ -155,13 +165,15 @@ def extend(error: AdapterZooError, more: str) -> None:
     """Add a sentence to the message of an error, before it is raised again.
 
     Args:
-        error: any of ours.
+        error: the error, changed in place.
         more: what a caller of the function that raised it knows, with the space or line before it.
     """
     error.args = (f"{error}{more}", *error.args[1:])
 
 
-def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+def unknown_name(
+    subject: str, kind: str, name: object, known: Iterable[str], kinds: str | None = None
+) -> UnknownNameError:
     """Return the error for an unknown name, with the nearest known name and all others.
 
     Args:
@@ -169,12 +181,13 @@ def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) ->
         kind: what the name should have been, e.g. `"adapter"`.
         name: the name that was not found.
         known: all the names that exist.
+        kinds: the plural of `kind`; None: it ends with s, or with ies for y.
     """
     names = sorted(known)
     folded = {each.casefold(): each for each in names}
     near = [folded[each] for each in get_close_matches(str(name).casefold(), folded, n=1)]
-    each_kind = kind.split(" or ")
-    kinds = " or ".join(f"{k[:-1]}ies" if k.endswith("y") else f"{k}s" for k in each_kind)
+    if kinds is None:
+        kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
     hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
     start = f"{subject}: " if subject else ""

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from .errors import DuplicateNameError, UnknownNameError, in_python, unknown_name
+from .errors import DuplicateNameError, extend, in_python, unknown_name
 
 RECOMMENDED = "lora"
 """The config string for those who name no method, as `docs/choosing.md` explains."""
@@ -73,11 +73,12 @@ class Registry(Mapping[str, T], Generic[T]):
         entries = self._entries
         if isinstance(name, str) and name in entries:
             return entries[name]
-        own = ""
+        error = unknown_name("", self.kind, name, entries)
         if self._decorates is not None:
             decorator = f"@{self.kind.replace(' ', '_')}s.register({name!r})"
             own = f" For one of your own write {decorator} above {self._decorates}."
-        raise UnknownNameError(f"{unknown_name('', self.kind, name, entries)}{in_python(own)}")
+            extend(error, in_python(own))
+        raise error
 
     def __getitem__(self, name: str) -> T:
         """Return the entry of this name; see `find`."""

@@ -171,7 +171,7 @@ class AdapterTrainer(Trainer):
         active = () if model.active_adapters is None else model.active_adapters.flatten()
         fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
         if not any(p.requires_grad for p in own_parameters_of(model, active, fusions)):
-            raise StateError(f"{call}: {listing(active)} is not trained. {_hint(model)}")
+            raise StateError(f"{call}: no active adapter is trained. {_hint(model)}")
         if not training_checkpoints.has_frozen_matrix(model):
             raise StateError(
                 f"{call}: the base model is not frozen. {_hint(model)} To train all, write Trainer."

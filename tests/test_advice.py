@@ -71,6 +71,7 @@ TABLE = {
         ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write (target_parameters=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
         ("model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))", r"Write model(\.resize_token_embeddings\(\d+\))", "model{0}; model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))"),
         ("model.add_adapter('n', LoRAConfig(target_modules=['nope']))", r"('all-linear')", "model.add_adapter('n', LoRAConfig(target_modules={0}))"),
+        ("adapterzoo.init(torch.nn.Linear(4, 4)).add_adapter('n', LoRAConfig(target_modules='all-linear'))", r"Write (nn\.Sequential\(layer\)) in", "nn = torch.nn; layer = nn.Linear(4, 4); adapterzoo.init({0}).add_adapter('n', LoRAConfig(target_modules='all-linear'))"),
         ("model.add_adapter('n', SeqBnConfig(cross_adapter=True))", r"Write (cross_adapter=False)", "model.add_adapter('n', SeqBnConfig({0}))"),
     ],
     "UnknownNameError": [
@@ -100,6 +101,8 @@ TABLE = {
     ],
     "CompositionError": [
         ("model.add_adapter('s', 'seq_bn'); model.average_adapter('n', ['a', 's'])", r"Write (set_active_adapters\(.*?\)\))", 'model.{0}; model(**inputs)'),
+        ("Average('a', 'b', weights=[1, -1])", r"Write (normalize_weights=False)", "model.set_active_adapters(Average('a', 'b', weights=[1, -1], {0}))"),
+        ("model.set_active_adapters(None); model.add_adapter('p', LoRAConfig(target_modules=['query', 'pooler.dense'])); model.set_active_adapters(Split('p', 'a', splits=[3, inputs['input_ids'].shape[1] - 3])); model(**inputs)", r"with (exclude_modules=)\[…\]", "model.set_active_adapters(None); model.add_adapter('p', LoRAConfig(target_modules=['query', 'pooler.dense'], {0}['pooler.dense']), overwrite_ok=True); model.set_active_adapters(Split('p', 'a', splits=[3, inputs['input_ids'].shape[1] - 3])); model(**inputs)"),
         ('Stack()', r"Write (Stack\(.*\))\.", 'model.set_active_adapters({0})'),
         ("Average('a', 'b', weights=[1.0])", r"Write (weights=\[.*\])\.", "Average('a', 'b', {0})"),
         ("BatchSplit('a', 'b', batch_sizes=[1, 2, 3])", r"Write (batch_sizes=\[.*\])\.", "BatchSplit('a', 'b', {0})"),
@@ -114,6 +117,7 @@ TABLE = {
         ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) first", "model.{0}; model.train_adapter('my_task')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model(**inputs, adapter_names=['a', 'b'])", r"Write (reset_adapter\(\)) first", "model.{0}; model(**inputs, adapter_names=['a', 'b'])"),
+        ("model.set_active_adapters(None); model.merge_adapter('b'); model.set_active_adapters(Average('b', 'a'))", r"Write reset_adapter\(\) first, or (Stack\(.*\))\.", "model.set_active_adapters({0}); model(**inputs)"),
         ("model.active_head = ['x', 'y']; model.get_labels()", r"write its name; heads: ('x')", 'model.get_labels({0})'),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.merge_adapter('a')", r"Write (reset_adapter\(\))", "model.{0}; model.merge_adapter('a')"),
         ("model.active_head = None; model(**inputs, labels=y)", r"Write (model\.active_head = '…')", "{0}; model(**inputs, labels=y)", ("…", "x")),
@@ -134,7 +138,7 @@ TABLE = {
     ],
     "BatchError": [
         ("model(**inputs, adapter_names=['a'])", r"Write one name, or (None), for each row", "model(**inputs, adapter_names=['a', {0}])"),
-        ("model.set_active_adapters(BatchSplit('a', 'b', batch_sizes=[2, 2])); model(**inputs)", r"legal are (\d)", "model(**{{k: v[:1].repeat({0}, 1) for k, v in inputs.items()}})"),
+        ("model.set_active_adapters(BatchSplit('a', 'b', batch_sizes=[2, 2])); model(**inputs)", r"Give it (\d) rows", "model(**{{k: v[:1].repeat({0}, 1) for k, v in inputs.items()}})"),
     ],
     "FieldError": [
         ("LoRAConfig(rank=8)", r"('r')", "LoRAConfig(**{{{0}: 8}})"),

@@ -58,6 +58,11 @@ def test_every_kind_of_layer_is_tried():
 def test_a_config_that_fits_nowhere_is_an_error():
     with pytest.raises(ConformanceError, match=r"fits no model of the suite.*'no_such_layer'"):
         check_method("lora[target_modules=['no_such_layer']]")
+    with pytest.raises(ConformanceError, match=r"call report_on\. It is refused there: add"):
+        report("lora[target_modules=['no_such_layer']]", kinds=("embedding", "conv1d"))
+    # a config with names is not tried on embeddings
+    with pytest.raises(ConformanceError, match=r"call report_on\.$"):
+        report("lora[target_modules=['embed']]", kinds=["embedding"])
 
 
 def test_an_unknown_check_is_an_error_with_the_near_one():

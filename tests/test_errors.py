@@ -17,6 +17,7 @@ from adapterzoo.errors import (
     ConfigError,
     UnknownNameError,
     argument,
+    counted,
     in_python,
     listing,
     names_call,
@@ -120,6 +121,15 @@ def test_an_unknown_name_is_met_with_all_names_sorted_and_cut():
     assert str(unknown_name("f()", "head", None, [])) == (
         "f(): there is no head None. Known heads: none."
     )
+
+
+def test_an_unknown_name_of_two_kinds():
+    error = unknown_name("", "adapter or head", "c", ["a", "b"], "adapters and heads")
+    assert str(error) == "there is no adapter or head 'c'. Known adapters and heads: 'a', 'b'."
+
+
+def test_a_number_with_its_noun():
+    assert [counted(n, "row") for n in range(3)] == ["0 rows", "1 row", "2 rows"]
 
 
 def test_errors_can_be_caught_as_the_builtins_they_are():

@@ -340,6 +340,18 @@ def test_a_start_of_zeros_is_not_dead():
     assert len(model.adapter_report("a").dead) == 3
 
 
+def test_shared_parameters_that_a_factor_of_zero_scales_are_not_dead():
+    """The up-projections start at zero, and with them the gradient of all that layers share."""
+    model = adapted(llama(), "compacter[init_weights='mam_adapter']", trained=False)
+    model.train_adapter("a")
+    losing(model).backward()
+    report = model.adapter_report("a")
+    assert {site.kind: site.is_dead for site in report.sites} == {
+        "shared": None, "mh_adapter": False, "output_adapter": False
+    }  # fmt: skip
+    assert not report.faults()
+
+
 def test_an_adapter_beside_the_loss_is_dead_as_a_whole():
     model = AutoAdapterModel.from_config(tiny_config("bert"))
     model.add_adapter("a", "lora")

@@ -219,7 +219,7 @@ def test_an_active_adapter_that_is_not_trained_is_refused(tmp_path):
     model.train_adapter("other")
     model.set_active_adapters("task")
     trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"'task' is not trained.*train_adapter\('ta"):
+    with pytest.raises(StateError, match=r"no active adapter is trained.*train_adapter\('ta"):
         trainer.train()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -138,6 +139,40 @@ def trains_and_is_saved(build, rank, folder):
     engine(**batch(model, rank))
 
 
+def quantized_has_no_digest(rank, folder):
+    """Frozen parameters as int8, where small weights are 0 and have no sign."""
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters
+
+    class OnCpu:
+        """DeepSpeed's own quantizer is a CUDA kernel."""
+
+        def quantize(self, tensor, groups=None):
+            return tensor.to(torch.int8), torch.ones(1)
+
+        def dequantize(self, tensor, scale, dtype=torch.float32):
+            return tensor.to(dtype)
+
+    partition_parameters.CUDAQuantizer = OnCpu
+    model = named()
+    zero = {**CONFIG["zero_optimization"], "zero_quantized_nontrainable_weights": True}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(trained, lr=0.5),
+        config={**CONFIG, "zero_optimization": zero},
+    )
+    types = {p.ds_tensor.dtype for p in model.parameters() if not p.requires_grad}
+    check(torch.int8 in types, "not quantized")
+    model.save_adapter(folder / "quantized", "a")
+    if rank == 0:
+        said = [
+            json.loads((folder / each / "adapter_config.json").read_text()).keys()
+            for each in ("named/two before/a", "quantized")
+        ]
+        check(said[0] - said[1] == {"base_digest"}, "a digest of quantized parameters")
+
+
 def main(rank, rendezvous, folder):
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD),
@@ -151,6 +186,7 @@ def main(rank, rendezvous, folder):
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     for build in (named, static):
         trains_and_is_saved(build, rank, folder / build.__name__)
+    quantized_has_no_digest(rank, folder)
     sys.stdout.write("done\n")
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from adapterzoo.errors import AdapterZooError, FieldError
@@ -39,29 +40,28 @@ def table(base: str | None) -> list[dict[str, Any]]:
 def _row(models: list[Any], make: Any, own: list[str]) -> dict[str, Any] | None:
     """Return the row of a method; None for one that has no config without arguments.
 
-    Parameters are counted in the first model; servers are listed for the last one.
+    Parameters are counted in the first model; the servers are those of the last.
     """
     from adapterzoo.contracts import Adapter, WeightAdapter
     from adapterzoo.serving.export import readers
 
     row: dict[str, Any] = {"name": own[0], "aliases": own[1:], "formula": None, "parameters": None,
                            "merges": None, "servers": {}}  # fmt: skip
-    try:
-        for each in models:
-            each.add_adapter(own[0], config=make())
-    except FieldError:
-        return None
-    except AdapterZooError as error:
-        # the model has no place for it
-        return {**row, "problem": str(error)}
-    modules = [module for module in models[0].modules() if isinstance(module, Adapter)]
-    formulas = [(type(module).__doc__ or "").partition("\n")[0] for module in modules]
-    row |= {
-        "formula": " ".join(dict.fromkeys(formulas)),
-        "parameters": models[0].adapter_summary(as_dict=True)[0]["#param"],
-        "merges": all(isinstance(module, WeightAdapter) for module in modules),
-        "servers": readers(models[-1], own[0]),
-    }
-    for each in models:
-        each.delete_adapter(own[0])
-    return row
+    with contextlib.ExitStack() as added:
+        try:
+            for each in models:
+                each.add_adapter(own[0], config=make())
+                added.callback(each.delete_adapter, own[0])
+        except FieldError:
+            return None
+        except AdapterZooError as error:
+            # the model has no place for it
+            return {**row, "problem": str(error)}
+        modules = [module for module in models[0].modules() if isinstance(module, Adapter)]
+        formulas = [(type(module).__doc__ or "").partition("\n")[0] for module in modules]
+        return row | {
+            "formula": " ".join(dict.fromkeys(formulas)),
+            "parameters": models[0].adapter_summary(as_dict=True)[0]["#param"],
+            "merges": all(isinstance(module, WeightAdapter) for module in modules),
+            "servers": readers(models[-1], own[0]),
+        }

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +32,11 @@ Row = dict[str, Any]
 
 # the label of tokens that the loss ignores
 _IGNORED = -100
-_NUMBER = re.compile(r"-?[0-9]{1,15}([.][0-9]{1,15})?")
+_NUMBER = re.compile(r"[-+]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][-+]?[0-9]{1,3})?")
+# more fractions than these are values
+_GRADES = 20
+# tokens of a row that shows whether a model sees later ones
+_ROW = 6
 # maximum tokens of an answer
 _ANSWER = 30
 
@@ -228,7 +233,7 @@ class Task(ABC):
             rows: the training data.
 
         Raises:
-            ConfigError: there is only one label, or they are values, not classes.
+            ConfigError: there is only one label, or the labels are values, not classes.
         """
         names = {label for row in rows for label in self.labels_in(row)}
         if len(names) == 1:
@@ -237,14 +242,7 @@ class Task(ABC):
             )
         if not all(_NUMBER.fullmatch(name) for name in names):
             return sorted(names)
-        # 1.0 is a class in the tables of pandas, 0.25 a value
-        if values := sorted(name for name in names if not float(name).is_integer()):
-            raise ConfigError(
-                f"{str(path)!r} has the labels {listing(values, limit=3)}, which are values, not "
-                "classes. Write names of classes; in Python, add_classification_head(name, "
-                "num_labels=1) learns values."
-            )
-        return sorted(names, key=lambda name: (float(name), name))
+        return sorted(names, key=lambda name: (Decimal(name), name))
 
     def check_test(self, path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
         """Check the test data.
@@ -302,6 +300,14 @@ class Task(ABC):
             options: the user's values of `head_options`.
         """
 
+    def model_problem(self, model: Any) -> str | None:
+        """Return why a model cannot learn the task, and what to write; None: it can.
+
+        Args:
+            model: in evaluation mode, with an active head.
+        """
+        return None
+
     @abstractmethod
     def features(self, rows: Sequence[Row], bench: Bench) -> Sequence[Row]:
         """Return rows with labels as the model takes them; one row may become several."""
@@ -339,6 +345,24 @@ class _Classification(Task):
 
     def labels_in(self, row: Row) -> Iterable[str]:
         return row["label"] if isinstance(row["label"], list) else [row["label"]]
+
+    def classes(self, path: Path, rows: Sequence[Row]) -> list[str]:
+        names = super().classes(path, rows)
+        if not all(_NUMBER.fullmatch(name) for name in names):
+            return names
+        counts = Counter(label for row in rows for label in self.labels_in(row))
+        # half stars are classes if there are a few of them, each in several rows
+        if len(names) <= _GRADES and min(counts.values(), default=0) > 1:
+            return names
+        # 1.0 is a class in the tables of pandas, 0.25 a value
+        values = [name for name in names if (n := Decimal(name)) != n.to_integral_value()]
+        if values:
+            raise ConfigError(
+                f"{str(path)!r} has the labels {listing(values, limit=3)}, which are values, not "
+                "classes. Write classes as text, such as '2.5 stars'; in Python, "
+                f"{self.adds}(name, num_labels=1) learns values."
+            )
+        return names
 
     def add_head(
         self, model: Any, name: str, labels: Sequence[str], rows: Sequence[Row], options: Row
@@ -767,14 +791,21 @@ class _TextGeneration(_Generation):
     def add_head(
         self, model: Any, name: str, labels: Sequence[str], rows: Sequence[Row], options: Row
     ) -> None:
-        if model.anatomy.tokens and model.anatomy.tokens.looks_ahead:
+        if model.config.is_encoder_decoder:
             raise ConfigError(
-                f"a {model.config.model_type!r} model reads a text in both directions, so it would "
-                "see the tokens that it learns to predict. Write a model that reads from left to "
-                "right, such as gpt2."
+                f"{model.config.model_type!r} has an encoder and a decoder. Write --task seq2seq."
             )
         if not _generates(model):
             model.add_causal_lm_head(name, layers=1, activation_function=None)
+
+    def model_problem(self, model: Any) -> str | None:
+        if not _sees_later_tokens(model):
+            return None
+        return (
+            f"{model.config.model_type!r} reads a text in both directions, so it would see the "
+            "tokens that it learns to predict. Write a model that reads from left to right, "
+            "such as gpt2."
+        )
 
     def features(self, rows: Sequence[Row], bench: Bench) -> list[Row]:
         found = []
@@ -856,6 +887,22 @@ def _generates(model: Any) -> bool:
     """Return whether the base model has a head that scores its vocabulary."""
     own = (name for name in model.known_heads() if name not in model.adapters_config)
     return any(model.get_head(name).config.scores_vocabulary for name in own)
+
+
+def _sees_later_tokens(model: Any) -> bool:
+    """Return whether another last token changes a logit before it."""
+    import torch
+
+    # the middle of a vocabulary has words; special tokens are at its ends
+    word = model.get_input_embeddings().weight.shape[0] // 2
+    ids = torch.full((1, _ROW), word, device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits  # [1, tokens, vocabulary]
+        ids[:, -1] += 1
+        changes = (model(input_ids=ids).logits - logits).abs()
+    # the router of a mixture of experts groups the tokens anew, which rounds them in another way
+    rounding = torch.finfo(logits.dtype).eps ** 0.5
+    return bool(changes[:, :-1].max() > changes[:, -1].max() * rounding)
 
 
 def _stack(options: Row) -> Row:

@@ -184,6 +184,8 @@ def train(
         adapted.add_adapter(job.name, config=job.method)
         kind.add_head(adapted, job.name, job.classes, job.rows, job.head)
     adapted.to(on)
+    if problem := kind.model_problem(adapted):
+        raise ConfigError(problem)
     wanted = max_length or kind.length
     length = 0 if kind.is_visual else tokens_of_text(adapted, processor, wanted)
     benches = {

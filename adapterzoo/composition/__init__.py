@@ -384,16 +384,18 @@ def _weights(node: Node, given: Sequence[float] | None, normalize: bool) -> tupl
     # accepts NumPy's numbers
     weights = tuple(given) if isinstance(given, Iterable) else ()
     legal = all(isinstance(w, Real) and not isinstance(w, bool) and abs(w) < 1e30 for w in weights)
-    what, flag = f"weights are {count} numbers, one for each child", ""
-    if legal and len(weights) == count:
-        total = sum(weights) if normalize else 1.0
-        if total:
-            return tuple(float(w) / float(total) for w in weights)
-        what, flag = "the weights sum to 0", ", normalize_weights=False"
-    raise CompositionError(
-        f"Average(…, weights={given!r}): {what}. "
-        f"Write weights={[round(1 / count, 3)] * count}{flag}."
-    )
+    if not legal or len(weights) != count:
+        raise CompositionError(
+            f"Average(…, weights={given!r}): weights are {count} numbers, one for each child. "
+            f"Write weights={[round(1 / count, 3)] * count}."
+        )
+    total = sum(weights) if normalize else 1.0
+    if not total:
+        raise CompositionError(
+            f"Average(…, weights={given!r}): they sum to 0 and cannot be normalized. "
+            f"Write normalize_weights=False."
+        )
+    return tuple(float(w) / float(total) for w in weights)
 
 
 _KINDS: Mapping[str, type[Node]] = {
@@ -518,23 +520,28 @@ def from_json(values: Any) -> Node | None:
     return kind(*made, **options)
 
 
+def are_merged(names: Collection[str]) -> str:
+    """Return the beginning of a message about merged adapters, such as `'a' is merged`."""
+    return f"{listing(names)} {'is' if len(names) == 1 else 'are'} merged"
+
+
 def merged_act(names: Collection[str]) -> str:
     """Return the beginning of a message about merged adapters, such as `'a' is merged and acts`."""
-    return f"{listing(names)} {'is merged and acts' if len(names) == 1 else 'are merged and act'}"
+    return f"{are_merged(names)} and {'acts' if len(names) == 1 else 'act'}"
 
 
-def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
-    """Refuse a setup that applies a merged adapter, which acts on all inputs, to part of them.
+def refuse_merged_unless_stacked(setup: Node | None, merged: Collection[str]) -> None:
+    """Refuse a setup with a merged adapter, which acts on all inputs, that is not a plain stack.
 
     Raises:
-        StateError: the setup uses a merged adapter on part of its input.
+        StateError: the setup has a merged adapter, and is not a stack of names.
     """
-    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
-    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
-    if inside and not stacked:
+    if setup is None or (isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)):
+        return
+    if inside := [name for name in setup.flatten() if name in merged]:
         raise StateError(
-            f"{merged_act(inside)} on every input, but {setup!r} divides the input. "
-            f"Write reset_adapter(), or Stack('a', 'b')."
+            f"{merged_act(inside)} on every input, and {setup!r} is not a plain stack. "
+            f"Write reset_adapter() first, or {Stack(*setup.flatten())!r}."
         )
 
 

@@ -322,15 +322,19 @@ class Tokens:
         """Return the concatenated outputs. `x` is `[batch, tokens, d_in]` or `[batch, tokens]`.
 
         Raises:
-            CompositionError: the number of tokens is not that of all parts.
+            CompositionError: the input has no tokens, or their number is not that of all parts.
         """
-        if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
-            got = f"a layer got {list(x.shape)}, which has no tokens"
-            if x.dim() >= (3 if x.is_floating_point() else 2):
-                got = f"the sequences have {x.shape[1]} tokens, and the splits {sum(self.sizes)}"
+        split = f"Split(…, splits={list(self.sizes)})"
+        if x.dim() < (3 if x.is_floating_point() else 2):
             raise CompositionError(
-                f"Split(…, splits={list(self.sizes)}): {got}. "
-                f"Give the model sequences of {sum(self.sizes)} tokens, or write other splits."
+                f"{split}: a layer got {list(x.shape)}, which has no tokens. Add the adapters with "
+                "exclude_modules=[…] for such layers, or activate one adapter."
+            )
+        if x.shape[1] != sum(self.sizes):
+            raise CompositionError(
+                f"{split}: the sequences have {x.shape[1]} tokens, and the splits add up to "
+                f"{sum(self.sizes)}. Give the model sequences of {sum(self.sizes)} tokens, or "
+                "write other splits."
             )
         whole = SharedOutputs(base, x, lambda t: t)
         found: list[Tensor] = []

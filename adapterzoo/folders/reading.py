@@ -155,9 +155,7 @@ def guarded(file: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
     except PermissionError as error:
-        raise CheckpointError(
-            f"{str(file)!r} cannot be read: {error.strerror}. {AGAIN}."
-        ) from error
+        raise _unreadable(file, error) from error
     except _DAMAGED as error:
         # torch's next sentence says how to run the code anyway
         reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError, in_python, listing
+from adapterzoo.errors import CheckpointError, counted, in_python, listing
 from adapterzoo.folders import reading
 
 
@@ -117,7 +117,7 @@ def check_fit(
         rest = len(lines) - _SHOWN
         shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"{len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
+            f"{counted(len(lines), 'difference')} from this {model}; nothing "
             f"has been loaded:\n  " + "\n  ".join(shown)
         )
 

@@ -470,7 +470,7 @@ def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 Labels = Mapping[int, str] | None
 _F = TypeVar("_F", bound=Callable[..., None])
 
-add_methods: Registry[Callable[..., None]] = Registry("method that adds a head")
+add_methods: Registry[Callable[..., None]] = Registry("head method")
 """The names of methods that add heads → functions of a model."""
 
 

@@ -168,16 +168,17 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
     found: dict[str, bytes] = {}
     for part in parts:
         inner = folder / part
+        lacking, hint = f"there is no folder {str(inner)!r}", "Write the folder of an adapter."
+        if part:
+            lacking = f"{str(folder)!r} lacks the folder {part!r}, which its setup names"
+            hint = "Save the setup again."
+        if not inner.is_dir():
+            raise CheckpointError(f"{lacking}. {hint}")
         there = sorted(file.name for file in inner.glob("*") if file.is_file())
         names = wanted(there)
-        if not inner.is_dir():
-            raise CheckpointError(
-                f"there is no folder {str(inner)!r}. Write the folder of an adapter."
-            )
         if not names and (part or setup is None):
             raise CheckpointError(
-                f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "
-                f"Write the folder of an adapter."
+                f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. {hint}"
             )
         if part == "":
             first = folder if setup is None else folder / setup.flatten()[0]

@@ -25,7 +25,7 @@ from adapterzoo.composition import (
     fusion_key,
     fusions_of,
     parse,
-    refuse_merged_part,
+    refuse_merged_unless_stacked,
     without,
 )
 from adapterzoo.composition.compile import SiteStep, compile_site
@@ -116,7 +116,7 @@ def make_plan(
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
-    refuse_merged_part(setup, state.merged)
+    refuse_merged_unless_stacked(setup, state.merged)
     splits = any(isinstance(node, Split) for node in setup.nodes())
     for name in acting if splits or len(parts) > 1 else ():
         for path, placements in state.records[name].places.items():
@@ -454,7 +454,9 @@ def refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
     """Refuse a setup with a `Fuse` that has no fusion layers.
 
     Raises:
-        StateError: it has none.
+        ConfigError: an adapter of a `Fuse` cannot be fused.
+        SiteError: the adapters of a `Fuse` have different sites.
+        StateError: a `Fuse` has no fusion layers, or has those of other adapters.
     """
     fusions = model._adapter_state.fusions
     for fuse in fusions_of(setup):
@@ -570,7 +572,9 @@ class AdapterSetup:
                     found = True
             if not found and not self.ignore_empty:
                 if missing := [name for name in (*names, *self._heads) if name not in known]:
-                    raise unknown_name("", "adapter or head", missing[0], known)
+                    raise unknown_name(
+                        "", "adapter or head", missing[0], known, "adapters and heads"
+                    )
                 raise StateError(
                     "no single model has all of these adapters, fusions and heads. Add them first, "
                     "or write AdapterSetup(…, ignore_empty=True)."

@@ -96,13 +96,24 @@ def for_model(
 
     Raises:
         ConfigError: its values do not fit the model.
+        SiteError: the model is a layer itself.
     """
+    if model._backbone._parameters and not model._backbone._modules:
+        raise _is_layer(model)
     if (interface := model._adapter_state.interface) is not None:
         interface.check_method(config)
     for member in config.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
     config, with_output = copies.without_head(model, config)
     return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
+
+
+def _is_layer(model: AdaptedModel) -> SiteError:
+    """Return the error for an adapter at the model itself, whose path stands for shared modules."""
+    return SiteError(
+        f"this {type(model).__name__} is a layer itself, and adapters act on layers in a model. "
+        "Write nn.Sequential(layer) in its place."
+    )
 
 
 def init_values(
@@ -278,7 +289,7 @@ def make(
         device: the device of the modules; None: each layer's own.
 
     Raises:
-        SiteError: the config places no adapter.
+        SiteError: the config places no adapter, or one at the model itself.
         StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
@@ -296,6 +307,8 @@ def make(
             f"the placements of {type(config).__name__} in this {type(model).__name__} are empty. "
             "Return one for each layer to adapt."
         )
+    if "" in by_path:
+        raise _is_layer(model)
     refuse_own_size(model, "it", by_path)
     refuse_both(model, by_path)
     layers = {path: layer_in(model, path) for path in by_path}

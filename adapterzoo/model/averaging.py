@@ -112,8 +112,9 @@ def average(
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
     if with_tables := [each for each in names if copies.tables_of(model, each)]:
+        has = "has" if len(with_tables) == 1 else "have"
         raise CompositionError(
-            f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
+            f"{listing(with_tables)} {has} trained embeddings, and tables of tokens are not "
             f"averaged. Write {strategy.composed}."
         )
     kinds = dict.fromkeys(config.architecture for config in configs)

@@ -21,8 +21,8 @@ some layers. A change outside the blocks, or of only a few weights, does not. Th
 signature.
 
 There is no digest without the original weights: for a quantized model, on the meta device, after
-saving merged weights, under FSDP 1, for layers that a `tp_plan` has packed, and in a model wrapped
-by PEFT.
+saving merged weights, under FSDP 1, under ZeRO stage 3 with parameters offloaded to NVMe or
+quantized, if a `tp_plan` has packed a layer, and in a model wrapped by PEFT.
 Nothing is cached: reading the values takes milliseconds, and writes to weights leave no trace.
 """
 

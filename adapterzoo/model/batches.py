@@ -24,7 +24,14 @@ from adapterzoo.caches import is_empty
 from adapterzoo.composition import BatchSplit, Composition, merged_act, parse
 from adapterzoo.composition.compile import join_sites
 from adapterzoo.composition.rows import RowMap, SlotRows, has_rows, numbered
-from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
+from adapterzoo.errors import (
+    BatchError,
+    CompositionError,
+    ConfigError,
+    StateError,
+    counted,
+    listing,
+)
 from adapterzoo.heads import head_types
 from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
@@ -88,9 +95,11 @@ def plan_of_call(
             return plan, 1
     _refuse_recorded(model, plan, inputs)
     rows = cast("RowMap", plan.rows)
-    named = None if adapter_names is None else _named("adapter_names=…", len(adapter_names))
+    named = None
+    if adapter_names is not None:
+        named = f"adapter_names=… names {counted(len(adapter_names), 'row')}"
     if isinstance(plan.rows, SlotRows):
-        named = _named("use(…)", len(rows.index))
+        named = f"use(…) names {counted(len(rows.index), 'row')}"
     found = _rows_of_inputs(inputs)
     if is_plain(model):
         # others may be of any shape, such as the time steps of a diffusion model
@@ -103,15 +112,22 @@ def plan_of_call(
     batch = batch_size(inputs)
     count = batch * rows.repeats
     if rows.tasks is not None and len(tasks) != batch:
-        raise CompositionError(f"{len(tasks)} tasks for {batch} rows. Write one task for each row.")
-    if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
+        raise CompositionError(
+            f"{counted(len(tasks), 'task')} for {counted(batch, 'row')}. Write one task for each "
+            "row."
+        )
+    if not batch:
+        raise BatchError(f"{named or f'{plan.setup!r} is active'}: the batch has no rows.")
+    if count % len(rows.index) or (rows.exact and count != len(rows.index)):
         if named:
             raise BatchError(
-                f"{named}: the batch has {batch} rows. Write one name, or None, for each row."
+                f"{named}: the batch has {counted(batch, 'row')}. Write one name, or None, for "
+                "each row."
             )
+        legal = len(rows.index) // rows.repeats
         raise BatchError(
-            f"{plan.setup!r} is active: the batch has {batch} rows, legal are "
-            f"{len(rows.index) // rows.repeats}. Write other sizes."
+            f"{plan.setup!r} is active: its batch_sizes add up to {legal}, and the batch has "
+            f"{counted(batch, 'row')}. Give it {counted(legal, 'row')}, or write other batch_sizes."
         )
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
@@ -340,10 +356,6 @@ def plan_of_name(model: AdaptedModel, name: object) -> Plan:
     setup = parse(None if name == BASE else name)
     plan = _cached_plan(model, ("alone", setup), setup)
     return dataclasses.replace(plan, heads=for_setup(model, setup, None, model._active.heads))
-
-
-def _named(what: str, count: int) -> str:
-    return f"{what} names {count} {'row' if count == 1 else 'rows'}"
 
 
 def _refuse_names(model: AdaptedModel, what: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import shown
-from adapterzoo.composition import Stack, parse, refuse_merged_part
+from adapterzoo.composition import Stack, parse, refuse_merged_unless_stacked
 from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.adapted import adapters_of, base_of
@@ -61,7 +61,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     for each in (setup, *(plan.setup for plan in model._active.overrides)):
         active = each.flatten() if each is not None else ()
         refuse_mixed(model, names, [n for n in active if n not in names])
-    refuse_merged_part(setup, names)
+    refuse_merged_unless_stacked(setup, names)
     modules: dict[str, list[Adapter]] = {}
     for name in added:
         for path, module in modules_of(model, name):

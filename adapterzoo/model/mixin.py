@@ -138,16 +138,17 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
 
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
-        """Return a table of all adapters, fusions and heads: sizes, what is active and trained.
+        """Return a table of all adapters, fusions and heads: size, whether active, whether trained.
 
         For an active adapter the table also names the blocks in `skip_layers`.
 
         Args:
-            as_dict: whether to return the rows as dicts instead of a table: adapters, fusions, then
-                heads, with their `labels` if they have any, and last the base model. The share is
-                in percent of the base model's parameters. A quantized weight counts as many
+            as_dict: whether to return the rows as dicts instead of a table: adapters, then fusions,
+                then heads, with their `labels` if they have any, and last the base model. The share
+                is in percent of the base model's parameters. A quantized weight counts as many
                 parameters as before quantization. Rows of active adapters have `skip_layers` if
-                blocks are skipped, and those of merged ones have `merged`.
+                blocks are skipped. Rows of adapters have `merged` if they act through the base
+                weights (`active` is then False unless the setup names them).
         """
         rows = training.summary(self)
         return rows if as_dict else training.table(rows)
@@ -441,8 +442,11 @@ class AdapterModelMixin:
 
         Raises:
             CompositionError: it is not a composition, or the adapters' sites do not allow it.
-            ConfigError: the model has no block of a number in `skip_layers`.
-            StateError: a fusion has no layers, or the setup conflicts with merged adapters.
+            ConfigError: the model has no block of a number in `skip_layers`, or an adapter of a
+                `Fuse` cannot be fused.
+            SiteError: the adapters of a `Fuse` have different sites.
+            StateError: a `Fuse` has no fusion layers, or has those of other adapters; or the setup
+                conflicts with merged adapters.
             UnknownNameError: the adapter is unknown.
         """
         activation.set_active(self, adapter_setup, skip_layers)
@@ -536,7 +540,9 @@ class AdapterModelMixin:
 
         Raises:
             CompositionError: it is not a composition.
-            StateError: it contains no fusion, or the fusion has no layers.
+            ConfigError: an adapter of a `Fuse` cannot be fused.
+            SiteError: the adapters of a `Fuse` have different sites.
+            StateError: it has no `Fuse`, or a `Fuse` has no fusion layers or those of others.
             UnknownNameError: an adapter is unknown.
         """
         training.train_fusion(self, adapter_setup, unfreeze_adapters)

@@ -152,7 +152,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def shape_of(tensor: Tensor) -> list[int]:
-    """Return the sizes of the whole tensor."""
+    """Return the shape of the whole tensor."""
     return [*(cast("Any", tensor).ds_shape if _is_partitioned(tensor) else tensor.shape)]
 
 
@@ -242,7 +242,7 @@ def negative_at(
     shared: dict[Any, list[str]] = {}
     for key, tensor in tensors.items():
         part, size = cast("Any", tensor.detach()), size_of(tensor)
-        # parts may be on the CPU while the processes talk through GPUs
+        # parts may be on the CPU while the processes communicate through GPUs
         device = tensor.device.type
         if is_part(tensor):
             device, part = part.device_mesh.device_type, part.to_local()
@@ -311,10 +311,14 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 def is_read_in_parts(tensor: Tensor) -> bool:
-    """Return whether `negative_at` can read a tensor: in memory, and cut evenly or not at all."""
+    """Return whether `negative_at` can read a tensor.
+
+    It can if the tensor is whole, or cut into parts in memory that are slices of it.
+    """
     if _is_partitioned(tensor):
-        # other parts are on a disk
-        return bool(cast("Any", tensor).ds_tensor.status.name == "AVAILABLE")
+        part = cast("Any", tensor).ds_tensor
+        # parts of NVMe offload are on a disk, and quantized ones have lost signs
+        return bool(part.status.name == "AVAILABLE" and part.dtype == tensor.dtype)
     placements = cast("Any", tensor).placements if is_part(tensor) else ()
     return all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from adapterzoo import inject
 from adapterzoo.anatomy import HEAD
 from adapterzoo.averaging import STRATEGIES
-from adapterzoo.composition import Stack
+from adapterzoo.composition import Stack, merged_act
 from adapterzoo.composition.compile import SiteStep, Slots
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import Adapter, BaseLayer, row_options
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.adapted import Adapted, base_of
 from adapterzoo.inject.building import at_hand
 from adapterzoo.inject.tokens import AdaptedStack
@@ -374,6 +374,4 @@ def refuse_merged(model: AdaptedModel) -> None:
         StateError: an adapter is merged.
     """
     if merged := model._adapter_state.merged:
-        raise StateError(
-            f"{listing(merged)} is merged and would act on every row. Write reset_adapter() first."
-        )
+        raise StateError(f"{merged_act(merged)} on every row. Write reset_adapter() first.")

@@ -104,7 +104,10 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     """Freeze everything but the fusion layers of a setup and the active heads; activate the setup.
 
     Raises:
-        StateError: there is no fusion in the setup, or it has no fusion layers.
+        ConfigError: an adapter of a `Fuse` cannot be fused.
+        SiteError: the adapters of a `Fuse` have different sites.
+        StateError: the setup has no `Fuse`, or a `Fuse` has no fusion layers, or has those of other
+            adapters.
     """
     sharding.reshard(model)
     setup = parse(adapter_setup)

@@ -39,7 +39,7 @@ from ._case import (
     TinyModel,
     cases,
     checks,
-    why_not,
+    refusal,
 )
 from ._host import KINDS
 
@@ -98,12 +98,14 @@ def report(
     """
     loaded = AdapterConfig.load(config)
     chosen = [checks.find(n) for n in (checks if only is None else only)]
+    kinds = tuple(kinds)
     found = list(cases(loaded, kinds))
     if not found:
+        reasons = (refusal(loaded, kind) for kind in kinds)
+        why = next((f" It is refused there: {each}" for each in reasons if each), "")
         raise ConformanceError(
             f"{loaded!r}: fits no model of the suite, whose layers are q_proj, fc1, c_attn, … and "
-            f"have 32 features. Check a config that can be placed there, or call report_on. "
-            f"The first model refuses it: {why_not(loaded)}"
+            f"have 32 features. Check a config that can be placed there, or call report_on.{why}"
         )
     return list(_failures(chosen, found))
 

@@ -134,9 +134,9 @@ def cases(config: AdapterConfig, kinds: Iterable[str] = KINDS) -> Iterator[Case]
         kinds: those of `KINDS` to consider.
     """
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    fitting = [kind for kind in kinds if _fits(Case(config, kind, device="meta"))]
+    fitting = [kind for kind in kinds if refusal(config, kind) is None]
     # a method of attention alone
-    if not fitting and _fits(Case(config, ATTENTION, device="meta")):
+    if not fitting and refusal(config, ATTENTION) is None:
         fitting = [ATTENTION]
     for kind in fitting:
         yield from (Case(config, kind, dtype, d) for d in devices for dtype in DTYPES)
@@ -243,24 +243,21 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def why_not(config: AdapterConfig) -> str:
-    """Return why a config does not fit a layer of the suite, in one line."""
+def refusal(config: AdapterConfig, kind: str) -> str | None:
+    """Return why a config does not fit a kind of layer; None if it does, empty if it is left out.
+
+    Args:
+        config: the config to place.
+        kind: one of `KINDS`.
+    """
+    # a config that names its layers decides itself about embeddings
+    if kind == "embedding" and getattr(config, "target_modules", ()) is not None:
+        return ""
     try:
-        Case(config, KINDS[0], device="meta").host("a")
+        Case(config, kind, device="meta").host("a")
     except (ConfigError, SiteError) as error:
         return str(error).partition("\n")[0]
-    return ""
-
-
-def _fits(case: Case) -> bool:
-    # a config that names its layers decides itself about embeddings
-    if case.kind == "embedding" and getattr(case.config, "target_modules", ()) is not None:
-        return False
-    try:
-        case.host("a")
-    except (ConfigError, SiteError):
-        return False
-    return True
+    return None
 
 
 # --- a model of transformers ---

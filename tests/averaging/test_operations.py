@@ -138,8 +138,8 @@ def test_weights_are_those_of_a_list_or_a_dict():
         (["a", "b"], 0.5, r"weights=0.5 is not a list"),
         (["a", "b"], {0.25, 0.75}, r"not a list of 2 finite numbers"),
         (["a", "b"], {"b": 1.0, "a": 2.0}, r"not a list of 2 finite numbers"),
-        (["a", "b"], [1.0, -1.0], r"\[1.0, -1.0\]: their sum is 0.*normalize_weights=False"),
-        (["a", "b"], [1e308, 1e308], r"sum is inf.*normalize_weights=False"),
+        (["a", "b"], [1.0, -1.0], r"\[1.0, -1.0\]: they sum to 0 and.*normalize_weights=False"),
+        (["a", "b"], [1e308, 1e308], r"they sum to inf and.*normalize_weights=False"),
         ({"a": 1.0}, [1.0], r"Leave weights out"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -19,14 +20,13 @@ import torch
 from packaging.requirements import Requirement
 
 import adapterzoo
-from adapterzoo import AutoAdapterModel
-from adapterzoo.cli import checks, doctor, main
+from adapterzoo import AutoAdapterModel, LoRAConfig
+from adapterzoo.cli import doctor, main
 from adapterzoo.cli.app import FORMATS, POOLINGS, SERVERS, NamedCommand
 from adapterzoo.config import config_strings
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import Pooling
-from adapterzoo.hub.search import LIBRARIES
 from adapterzoo.kernels import use
 from adapterzoo.serving.servers import servers
 
@@ -70,7 +70,6 @@ def test_the_commands_are_these_and_each_says_what_it_does(run):
 
 def test_what_is_named_twice_is_the_same():
     assert sorted(FORMATS) == sorted(formats)
-    assert {*checks.LIBRARIES} == {*LIBRARIES}
     assert get_args(Pooling) == POOLINGS
     assert tuple(servers) == SERVERS
 
@@ -113,6 +112,15 @@ def test_methods_in_a_model(run, base):
     model.add_adapter("a", "lora")
     lora = model.adapter_summary(as_dict=True)[0]["#param"]
     assert (rows["lora"]["parameters"], rows["lora"]["servers"]) == (lora, {"gguf": "exact"})
+
+
+def test_methods_does_not_count_one_that_only_some_models_take(run):
+    """BERT has a layer of this name, Llama has none."""
+    config_strings.register("of_bert")(functools.partial(LoRAConfig, target_modules=["query"]))
+    config_strings.register("after")(functools.partial(LoRAConfig))
+    rows = {each["name"]: each for each in json.loads(run("methods", "--json").stdout)}
+    assert "'query'" in rows["of_bert"]["problem"]
+    assert rows["after"]["parameters"] == rows["lora"]["parameters"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -276,6 +276,12 @@ def test_a_terminal_obeys_no_name_and_no_error(run, tmp_path):
     assert said.count("\n") > 1
 
 
+def test_verify_looks_at_the_files_of_the_adapter_alone(run, trained, tmp_path):
+    folder = shutil.copytree(trained["folder"], tmp_path / "a")
+    save_file({"x": torch.tensor([math.nan])}, folder / "adapter_model.safetensors")
+    assert "all values finite" in run("verify", folder).stdout
+
+
 def test_verify_looks_at_numbers_of_eight_bits(run, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(HUB / "bert/lora", folder)

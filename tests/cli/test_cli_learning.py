@@ -21,6 +21,7 @@ from adapterzoo.cli import app, training
 from adapterzoo.cli.models import tokens_of_text
 from adapterzoo.cli.rows import read
 from adapterzoo.cli.tasks import tasks
+from adapterzoo.errors import ConfigError
 
 
 def test_train_learns_and_says_so(trained):
@@ -202,6 +203,10 @@ CASES = {
     "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has nothing"),
     "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'. Add rows with"),
     "values": ("text,label\nfine,0.25\ndull,1\n", "has the labels '0.25', which are values"),
+    "long values": (
+        "text,label\nfine,0.5488135039273248\ndull,1e-05\n",
+        "has the labels '1e-05', '0.5488135039273248', which are values",
+    ),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
     "no JSON": ("{\n", "'rows.jsonl' is damaged after line 0"),
@@ -239,7 +244,7 @@ REFUSED = {
     "another ending": (["--train", "more.xlsx"], "its name ends in none of '.csv'"),
     "an encoder that generates": (
         ["--task", "text-generation"],
-        "'bert' model reads a text in both directions",
+        "'bert' reads a text in both directions",
     ),
 }
 
@@ -333,13 +338,55 @@ def test_progress_is_for_people_and_on_standard_error(run, monkeypatch, base, ta
     assert run(*arguments, "--json").stderr == ""
 
 
+def classes(folder: Path, labels: list[str], task: str = "text-classification") -> list[str]:
+    """The classes that a task finds in rows with these labels."""
+    file = folder / "rows.csv"
+    text, label = ("tokens", "tags") if task == "token-classification" else ("text", "label")
+    file.write_text(f"{text},{label}\n" + "".join(f"a,{each}\n" for each in labels))
+    return tasks[task].classes(file, tasks[task].read(read(file), {}))
+
+
 def test_labels_that_are_numbers_are_sorted_as_numbers(tmp_path):
-    file = tmp_path / "rows.csv"
-    for labels, names in ((["10", "9", "-1", "9"], ["-1", "9", "10"]),
-                          (["10", "9", "--1"], ["--1", "10", "9"])):  # fmt: skip
-        file.write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
-        task = tasks["text-classification"]
-        assert task.classes(file, task.read(read(file), {})) == names
+    assert classes(tmp_path, ["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert classes(tmp_path, ["10", "9", "--1"]) == ["--1", "10", "9"]
+    ids = ["98765432101234567", "98765432101234568", "123456789012345678"]
+    assert classes(tmp_path, [*reversed(ids), "1e2", "1.0"]) == ["1.0", "1e2", *ids]
+
+
+def test_values_are_classes_if_they_are_few_or_written_as_text(tmp_path):
+    grades, values = [str(n / 2) for n in range(10)], [str(n / 2) for n in range(30)]
+    assert classes(tmp_path, [*grades, *grades]) == grades
+    for labels in (grades, [*values, *values]):
+        with pytest.raises(ConfigError, match="Write classes as text"):
+            classes(tmp_path, labels)
+    named = [f"{value} stars" for value in values]
+    assert classes(tmp_path, named) == sorted(named)
+    # a tag is always a class
+    assert classes(tmp_path, ["1.5", "2"], "token-classification") == ["1.5", "2"]
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("deberta-v2", "'deberta-v2' reads a text in both directions"),
+        ("t5", "'t5' has an encoder and a decoder. Write --task seq2seq."),
+        ("mixtral", ""),
+    ],
+)
+def test_only_models_that_do_not_see_later_tokens_learn_them(run, table, tmp_path, family, says):
+    base = tmp_path / "base"
+    model = AutoAdapterModel.from_config(tiny_config(family)).base_model
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(base)
+    add_tokenizer(base)
+    options = ["--method", "lora", "--epochs", 0.1, "--device", "cpu", "--json"]
+    result = run(
+        "train", "--model", base, "--train", table, "--task", "text-generation",
+        "--output", tmp_path / "a", *options, code=1 if says else 0,
+    )  # fmt: skip
+    assert says in result.stderr
 
 
 def test_decoders_pad_with_the_end_of_texts(run, table, tmp_path):

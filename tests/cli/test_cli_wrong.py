@@ -195,8 +195,10 @@ MODELS = {
 for _command, _arguments in ADAPTERS.items():
     for _path, (_code, _message) in PATHS.items():
         _given = tuple(_path if each == "PATH" else each for each in _arguments)
-        if _command == "push" and _path in ("nothing", "./nothing/at/all", "nowhere/x", "rows.csv"):
+        if _command == "push" and _path in ("nothing", "./nothing/at/all", "nowhere/x"):
             _message = f"there is no folder '{_path}'"
+        if (_command, _path) == ("push", "empty"):
+            _message = "'empty' holds no adapter and no setup"
         TOLD[f"{_command}: {_path}"] = (_given, _code, _message)
 for _command, _arguments in MODELS.items():
     for _model, _message in (("./none", NO_MODEL), ("empty", "it has no config.json")):
@@ -237,6 +239,29 @@ def test_what_is_wrong_is_told_without_slow_imports(trained, tmp_path):
     }
     assert not wrong
     assert not (tmp_path / "new").exists()
+
+
+@needs_fork
+def test_what_a_folder_holds_is_told_without_slow_imports(trained, tmp_path):
+    write_folders(tmp_path, trained["folder"])
+    (tmp_path / "head").mkdir()
+    for file in (DATA / "golden_adapterhub/bert/seq_bn").glob("*head*"):
+        shutil.copy(file, tmp_path / "head")
+    another = "holds an adapter in the format 'peft'"
+    cases: dict[tuple[str, ...], str] = {
+        ("convert", "native", "peft", "--to", "lora"): another,
+        ("convert", "native", "peft", "--to", "native"): another,
+        ("export", "peft", "native", "--serve", "any"): "holds an adapter in the format 'native'",
+        ("verify", "peft", "--fingerprint", "0" * 64): "Write --model.",
+        ("verify", "head", "--fingerprint", "0" * 64): "a head has no fingerprint",
+        ("push", "head", "me/a"): "holds no adapter and no setup",
+        ("info", "native/adapter.safetensors"): "Write the folder that holds it, 'native'.",
+    }
+    found = told({" ".join(given): given for given in cases}, tmp_path)
+    for given, message in cases.items():
+        status, text = found[" ".join(given)]
+        assert status == 1, text
+        assert message in text
 
 
 @needs_fork

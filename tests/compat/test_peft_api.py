@@ -244,10 +244,11 @@ def test_adapters_are_disabled_in_a_block_and_until_they_are_enabled(two):
     two.set_active_adapters(None)
     with pytest.raises(StateError, match=r"enable_adapters\(\).*Write set_adapter"):
         two.enable_adapters()
-    two.merge_adapter("a")
-    for refused in (two.disable_adapters, lambda: two.disable_adapter().__enter__()):
-        with pytest.raises(StateError, match=r"'a' is merged.*unmerge_adapter\(\)"):
-            refused()
+    for name, says in (("a", "'a' is merged"), ("b", "'a', 'b' are merged")):
+        two.merge_adapter(name)
+        for refused in (two.disable_adapters, lambda: two.disable_adapter().__enter__()):
+            with pytest.raises(StateError, match=rf"{says}\. Write unmerge_adapter\(\)"):
+                refused()
 
 
 def test_setting_adapters_leaves_the_base_model_alone(two):

@@ -8,10 +8,12 @@ import re
 import pytest
 import yaml
 from driver import ClientError
+from families import tiny_config
 from safetensors.torch import save_file
 from server import OWNER, READER, Fault
 from test_faults import START, TESTS
 
+from adapterzoo import AutoAdapterModel, Stack
 from adapterzoo import hub as package
 from adapterzoo.errors import CheckpointError, ConfigError
 
@@ -356,6 +358,21 @@ def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path):
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="is not a name of the Hub"):
         package.push(tmp_path, "a", text=package.CardText(base_model="../x"))
+
+
+def test_a_setup_that_lacks_a_part_is_refused_before_anyone_is_asked(tmp_path):
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name in "ab":
+        model.add_adapter(name, "seq_bn")
+    model.save_adapter_setup(tmp_path, Stack("a", "b"))
+    for file in (tmp_path / "b").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"b' holds no adapter.*Save the setup again\."):
+        package.push(tmp_path, "ann/a")
+    (tmp_path / "b").rmdir()
+    said = r"lacks the folder 'b', which its setup names\. Save the setup again\."
+    with pytest.raises(CheckpointError, match=said):
+        package.push(tmp_path, "ann/a")
 
 
 @pytest.mark.parametrize("format", ["native", "adapterhub", "peft"])

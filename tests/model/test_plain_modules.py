@@ -406,6 +406,34 @@ def test_a_module_without_parameters(make):
     refused_everywhere(make, ["0"], "no linear layer, embedding or convolution", inputs())
 
 
+class Stem(nn.Linear):
+    """A layer with another one in it."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nn.Linear(8, 8), "all-linear"),
+        (lambda: nn.Conv1d(5, 8, 1), ["0"]),
+        (Stem, "all-linear"),
+    ],
+)
+def test_a_model_that_is_a_layer_itself(make, names):
+    refused(make, names, r"a layer itself.*nn.Sequential\(layer\)", inputs())
+    model = adapterzoo.init(nn.Sequential(make()))
+    before = model(inputs())
+    config = adapterzoo.LoRAConfig(target_modules=names, r=2, init_weights="random")
+    model.add_adapter("a", config, set_active=True)
+    assert not torch.equal(model(inputs()), before)
+
+
 # --- weights and layers with several names ---
 
 

@@ -607,8 +607,9 @@ def test_parallel_is_each_adapter_on_the_whole_batch(static):
 
 
 @pytest.mark.parametrize(("setup", "count", "says"), [
-    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows"),
-    (Parallel("a", "b"), 0, "the batch has 0 rows, legal are 1"),
+    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "add up to 2, and the batch has 4 rows"),
+    (BatchSplit("a", "b", batch_sizes=[1, 1]), 1, "has 1 row. Give it 2 rows, or write other"),
+    (Parallel("a", "b"), 0, "is active: the batch has no rows"),
 ])  # fmt: skip
 def test_a_batch_of_another_size_is_refused(setup, count, says):
     model = with_heads(a=2, b=3)
@@ -811,6 +812,6 @@ def test_splits_that_do_not_fit_are_refused_with_both_numbers():
     inputs = tiny_inputs("bert", batch=2)
     tokens = inputs["input_ids"].shape[1]
     model.set_active_adapters(Split("a", "b", splits=[tokens, 1]))
-    said = f"have {tokens} tokens, and the splits {tokens + 1}"
+    said = f"have {tokens} tokens, and the splits add up to {tokens + 1}"
     with pytest.raises(CompositionError, match=said):
         model(**inputs)

@@ -116,7 +116,7 @@ def test_a_setup_of_two_models_fails_as_one(tiny, model):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapters or heads: ")],
+    [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapters and heads: ")],
 )
 def test_unknown_names_raise_unless_ignored(model, name, hint):
     with refused(model, UnknownNameError, repr(name), hint), AdapterSetup(name):

@@ -20,7 +20,7 @@ from adapterzoo import formats
 from adapterzoo.anatomy import in_whole
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.compat.adapters import AdaptersMethods
-from adapterzoo.composition import Stack
+from adapterzoo.composition import Stack, are_merged
 from adapterzoo.config import FLAG, MAX_WIDTH, AdapterConfig, Choice, Range
 from adapterzoo.contracts import FactoredAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateError, listing
@@ -746,4 +746,4 @@ def _head_of(model: AdaptedModel, config: Any, made: AdapterConfig) -> dict[str,
 
 def _refuse_merged(model: AdaptedModel) -> None:
     if merged := model._adapter_state.merged:
-        raise StateError(f"{listing(merged)} is merged. Write unmerge_adapter() first.")
+        raise StateError(f"{are_merged(merged)}. Write unmerge_adapter() first.")

@@ -19,6 +19,7 @@ from torch import nn
 from adapterzoo import inject
 from adapterzoo.anatomy import Site
 from adapterzoo.anatomy.tree import unwrapped
+from adapterzoo.composition import are_merged
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
@@ -188,7 +189,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
     state = model._adapter_state
     if state.head or layers.keys() & state.originals.keys():
-        raise StateError(f"{listing(state.merged)} is merged. Write reset_adapter() first.")
+        raise StateError(f"{are_merged(state.merged)}. Write reset_adapter() first.")
     # a head that an adapter has for itself is resized with it
     there = [
         (name, adapters_of(layer)[name])

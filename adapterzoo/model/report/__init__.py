@@ -29,6 +29,8 @@ from .sites import BlockReport, HeadReport, SiteReport
 
 __all__ = ["AdapterReport", "coverage", "report"]
 
+# the path, block and kind under which modules that layers share are shown
+_SHARED = "", -1, "shared"
 _WEIGHTS = ("linear", "embedding", "experts", "convolution", "layer")
 
 
@@ -112,7 +114,7 @@ def coverage(model: AdaptedModel, name: str) -> AdapterReport:
         name,
         "fusion" if config is None else config.architecture,
         tuple(
-            SiteReport(*key, *_measured(modules, judges and is_trainable, is_shared=not key[0]))
+            SiteReport(*key, *_measured(modules, judges and is_trainable, key == _SHARED))
             for key, modules in sites.items()
         ),
         tuple(_blocks(model, [part.placement for part in parts if part.placement])),
@@ -151,7 +153,7 @@ def _parts(model: AdaptedModel, name: str) -> Iterator[_SitePart]:
 def _shown(model: AdaptedModel, placement: Placement | None) -> tuple[str, int, str]:
     """Return the path, the block and the kind of a site, as the report shows them."""
     if placement is None:
-        return "", -1, "shared"
+        return _SHARED
     site = placement.site
     return site_path(site), site.layer, _kind(model, site, placement.location)
 
@@ -210,14 +212,14 @@ def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _measured(
-    modules: Iterable[nn.Module], knows: bool, is_shared: bool
+    modules: Iterable[nn.Module], judges: bool, is_shared: bool
 ) -> tuple[int, bool | None]:
     """Return the number of parameters, and whether none got a gradient; None: unknown."""
     own = _unique(modules)
-    is_dead = _is_dead(own) if knows and own else None
-    # layers multiply what they share, at first often by zero
-    is_hidden = is_shared and any(p.grad is not None for p in own)
-    return sum(map(size_of, own)), None if is_dead and is_hidden else is_dead
+    is_dead = _is_dead(own) if judges and own else None
+    # a factor of each layer, often zero at first, scales this gradient
+    is_scaled_to_zero = is_shared and any(p.grad is not None for p in own)
+    return sum(map(size_of, own)), None if is_dead and is_scaled_to_zero else is_dead
 
 
 def _is_dead(parameters: Iterable[nn.Parameter]) -> bool:

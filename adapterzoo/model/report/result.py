@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterzoo.errors import columns, listing
+from adapterzoo.errors import columns, counted, listing
 
 from .picture import draw
 from .sites import LEFT_OUT, BlockReport, Cell, HeadReport, SiteReport, number
@@ -129,7 +129,7 @@ class AdapterReport:
         where = "; ".join(f"{', '.join(kinds)} in {blocks}" for blocks, kinds in alike.items())
         places = [
             f"in {reached} of {len(self.blocks)} blocks ({where})" * bool(self.kinds),
-            f"at {outside} {'layer' if outside == 1 else 'layers'} outside blocks" * bool(outside),
+            f"at {counted(outside, 'layer')} outside blocks" * bool(outside),
         ]
         missing = [
             in_words(self.blocks_left_out) * bool(self.blocks_left_out),
@@ -141,10 +141,9 @@ class AdapterReport:
         ]
         share = 100.0 * self.parameters / max(self.base_parameters, 1)
         size = f"{self.parameters:,} parameters, {share:.3g} % of the base model"
-        spots = f"{count} {'place' if count == 1 else 'places'}"
         return (
             f"adapter {self.adapter!r} ({self.method}): {size}{heads}",
-            f"it acts at {spots}, {' and '.join(filter(None, places))}",
+            f"it acts at {counted(count, 'place')}, {' and '.join(filter(None, places))}",
             f"left out: {', '.join(filter(None, missing)) or 'nothing'}",
         )
 

@@ -22,8 +22,8 @@ class SiteReport:
             that act on the stream, the location, such as "output_adapter".
         parameters: the number of the adapter's parameters here.
         is_dead: whether none of these parameters got a nonzero gradient; None before a backward
-            pass, without parameters, and if all gradients of the adapter are zero, as under a head
-            that is zero.
+            pass, without parameters, if all gradients of the adapter are zero, as under a head that
+            is zero, and for shared parameters whose gradients are zero.
         change: ‖ΔW‖, the Frobenius norm of the change of the weight; None if the method does not
             change weights, or they cannot be read.
         weight: ‖W‖ of the base model's weight; None as for `change`.
