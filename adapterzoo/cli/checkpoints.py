@@ -34,8 +34,6 @@ from adapterzoo.folders.reading import (
 )  # fmt: skip
 from adapterzoo.names import STATIC
 
-from .checks import no_adapter
-
 if TYPE_CHECKING:
     import torch
 
@@ -180,7 +178,10 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     held = ((kind, format_of(folder, kind)) for kind in KINDS)
     kind, format = next((pair for pair in held if pair[1] is not None), ("adapter", None))
     if format is None:
-        raise no_adapter(path)
+        raise CheckpointError(
+            f"{path!r} holds no adapter and no head in a known format. Write the folder of an "
+            f"adapter, or 'user/repository' for an adapter on the Hub."
+        )
     files = wanted(file.name for file in folder.iterdir() if file.is_file())
     own, found = None, FOLDER_FORMATS[format]
     if format == "native":

@@ -117,18 +117,6 @@ def refuse_to_replace(folder: str, to: str) -> None:
             raise holds_another(Path(folder), kind, there)
 
 
-def no_adapter(path: str) -> CheckpointError:
-    """Return the error for a folder without an adapter.
-
-    Args:
-        path: as the user wrote it.
-    """
-    return CheckpointError(
-        f"{path!r} holds no adapter and no head in a known format. Write the folder of an "
-        f"adapter, or 'user/repository' for an adapter on the Hub."
-    )
-
-
 def no_model(base: str, reason: str) -> CheckpointError:
     """Return the error for a base model that cannot be loaded.
 
