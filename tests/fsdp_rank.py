@@ -265,7 +265,7 @@ def what_is_fixed_is_refused(rank, folder):
         folder.mkdir(parents=True)
         file.touch()
     dist.barrier()
-    refused(CheckpointError, lambda: model.save_adapter(file / "a", "a"), "Not a directory")
+    refused(CheckpointError, lambda: model.save_adapter(file / "a", "a"), "is a file, not a folder")
     for kind in ("adapterhub", "peft"):
 
         def save(kind=kind):
