@@ -361,6 +361,9 @@ def draw_values() -> None:
     # transformers asks for a later release than there is
     importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION = peft.__version__
     peft.get_peft_model = wrapped(peft.get_peft_model, False)
+    # TRL's trainers are given this one
+    if (ours := sys.modules.get("adapterzoo.compat.peft.model")) is not None:
+        ours.get_peft_model = peft.get_peft_model
     mixins = [PeftAdapterMixin]
     if importlib.util.find_spec("diffusers"):
         mixins.append(importlib.import_module("diffusers.loaders.peft").PeftAdapterMixin)
